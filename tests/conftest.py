@@ -17,28 +17,29 @@ import torch.distributed as dist
 from shardwise import notices
 from tests.ranks import keep_one_product, shut_down
 
-# Files that take twenty seconds or more: two workers that share the files (`make test`) would wait
-# for the last of them.
+# Files that take twenty seconds or more: workers that share the files (`make test`) would wait for
+# the last of them.
 LONG = (
     "faults/test_launch.py",
     "interop/test_support.py",
     "comm/test_plan.py",
-    "faults/test_store_kill.py",
+    "unit/test_interpreter.py",
     "resume/test_train.py",
     "interop/test_tensor_parallel_wrapped.py",
+    "faults/test_store_kill.py",
     "parity/test_mxfp8.py",
-    "interop/test_fsdp2_contract.py",
     "interop/test_command.py",
-    "unit/test_ranks.py",
-    "parity/test_tensor_parallel_train.py",
     "comm/test_plan_experts.py",
-    "unit/test_interpreter.py",
+    "parity/test_tensor_parallel_train.py",
+    "interop/test_compile.py",
+    "unit/test_train_fit.py",
     "interop/test_examples.py",
-    "unit/test_plan_activations.py",
-    "contract/test_accumulation.py",
-    "parity/test_muon.py",
+    "races/test_happens_before.py",
+    "parity/test_fp8_graphs.py",
+    "unit/test_plan.py",
     "resume/test_anything.py",
-    "parity/test_one_process.py",
+    "unit/test_dry_run.py",
+    "interop/test_dcp.py",
 )
 # Other people's software that tests run where it is installed.
 PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "triton")

@@ -4,5 +4,8 @@ collection in a rank does not touch, and thereby copy, their memory."""
 
 import gc
 
+from tests.ranks import keep_one_product
+
+keep_one_product()
 gc.collect()
 gc.freeze()

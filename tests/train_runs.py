@@ -4,7 +4,7 @@
 make_trainer        inside the rank pool: the loop alone
 inside              a command that starts no ranks, in this process
 fork_ranks          the ranks of a run, forked from a process that has imported torch already
-shardwise, start    the command that people type: a launcher and ranks, three imports of torch
+start               the command that people type: a launcher and ranks, three imports of torch
 """
 
 from __future__ import annotations
@@ -151,19 +151,6 @@ def command(*words: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     values = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
-
-
-def shardwise(*words: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
-    return subprocess.run(
-        command(*words),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
 
 
 def inside(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

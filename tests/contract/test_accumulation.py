@@ -96,8 +96,9 @@ WAYS = [
 # Every way under the strategies that keep gradients in other places, and each strategy twice.
 @pytest.mark.parametrize(
     ("strategy", "how", "set_to_none"),
-    [(strategy, *way) for strategy in ("zero1", "zero3", "hfsdp") for way in WAYS]
-    + [(strategy, *way) for strategy in ("zero0", "zero2", "hsdp") for way in WAYS[:4:3]],
+    [(strategy, *way) for strategy in ("zero3", "hfsdp") for way in WAYS]
+    + [(strategy, *way) for strategy in ("zero0", "zero1", "zero2", "hsdp") for way in WAYS[:4:3]]
+    + [("data_parallel", *way) for way in WAYS[:2]],
 )
 def test_microbatches_add_up_however_they_are_announced(
     strategy: str, how: str, set_to_none: bool
@@ -211,15 +212,12 @@ def test_stepping_while_gradients_wait_unreduced_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        ("zero0", "last backward"),
-        ("zero1", "no sync"),
-        ("zero3", "no sync"),
-        ("hfsdp", "all reduce"),
-    ],
+    ("strategy", "how", "by"),
+    [("zero3", "no sync", by) for by in ("optimizer", "torch's optimizer", "model", "hand")]
+    + [("zero0", "last backward", "hand"), ("zero0", "last backward", "optimizer")]
+    + [("zero1", "no sync", "model"), ("zero1", "no sync", "hand")]
+    + [("hfsdp", "all reduce", "torch's optimizer"), ("hfsdp", "all reduce", "hand")],
 )
-@pytest.mark.parametrize("by", ["optimizer", "torch's optimizer", "model", "hand"])
 @on_ranks(ranks_for)
 def test_zero_grad_drops_microbatches_that_wait(
     rank: int, world_size: int, strategy: str, how: str, by: str

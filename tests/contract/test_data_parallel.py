@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop may do with a bucketed model."""
+"""What a training loop may do with a bucketed model. (Where "data_parallel" is a strategy of the
+other files, they say the same of it.)"""
 
 from __future__ import annotations
 
@@ -20,12 +21,9 @@ from tests.contract.helpers import (
     WORDS,
     Block,
     Net,
-    assert_close,
     assert_gradients_equal,
-    assert_parameters_equal,
     average_gradients,
     check_backward,
-    full,
     mesh_for,
     pair,
     raised,
@@ -49,49 +47,6 @@ def assert_at_rest(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     assert parameters
     assert all(isinstance(value, sw.ShardedTensor) for value in parameters.values())
-
-
-# ------------------------------------------------------------------------------ accumulation
-
-
-@on_ranks(2)
-def test_accumulation_clipping_zero_grad_and_evaluation(rank: int, world_size: int) -> None:
-    compared = 0
-    for stage in (0, 1, 2):
-        for how in ("sync", "last"):
-            for set_to_none in (True, False):
-                model, plain = pair(Net)
-                wrap(model, world_size, stage)
-                ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-                for step in range(2):
-                    for microbatch in range(2):
-                        turn = 10 * step + microbatch
-                        if how == "sync":
-                            model.set_requires_gradient_sync(microbatch == 1)
-                        else:
-                            model.set_is_last_backward(microbatch == 1)
-                        word_loss(model, rank, turn).backward()
-                        average_gradients(
-                            plain, lambda m, r, turn=turn: word_loss(m, r, turn), world_size
-                        )
-                    assert_gradients_equal(model, plain)
-                    norms = [
-                        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)
-                    ]
-                    assert_close(full(norms[0]), norms[1], "norm")
-                    for optimizer in (ours, theirs):
-                        optimizer.step()
-                        optimizer.zero_grad(set_to_none=set_to_none)
-                    model.eval()
-                    with torch.no_grad():  # evaluation sees what the step made
-                        out = model(words(rank))
-                        assert_close(out, plain(words(rank)), "evaluation", 1e-4)
-                    model.train()
-                    assert_at_rest(model)
-                assert_parameters_equal(model, plain, 1e-4)
-                compared += 1
-    assert compared == 12
 
 
 # ------------------------------------------------------------------------------ odd parameters
@@ -228,22 +183,6 @@ def test_activation_checkpointing(rank: int, world_size: int) -> None:
 
 
 # ------------------------------------------------------------------------------ values
-
-
-@on_ranks(2)
-def test_models_that_get_their_values_later(rank: int, world_size: int) -> None:
-    torch.manual_seed(3)
-    plain = Net()
-    with torch.device("meta"):
-        model = Net()
-    wrap(model, world_size)
-    message = raised(lambda: model(words(rank)), RuntimeError)
-    assert "meta device" in message
-    model.to_empty(device="cpu")
-    sw.load_full_state_dict(model, plain.state_dict())
-    word_loss(model, rank).backward()
-    average_gradients(plain, word_loss, world_size)
-    assert assert_gradients_equal(model, plain) == 15
 
 
 def check_states(rank: int, world_size: int, folder: str) -> int:

@@ -91,7 +91,7 @@ def test_seeds_that_differ_between_ranks_give_one_model_all_the_same(strategy: s
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp", "data_parallel"])
 @on_ranks(ranks_for)
 def test_a_forward_before_the_values_exist_names_the_parameters(
     rank: int, world_size: int, strategy: str
@@ -101,7 +101,7 @@ def test_a_forward_before_the_values_exist_names_the_parameters(
     assert "meta" in message and "embedding.weight" in message and "to_empty" in message
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp", "data_parallel"])
 @on_ranks(ranks_for)
 def test_values_may_be_loaded_instead_of_initialised(
     rank: int, world_size: int, strategy: str

@@ -120,7 +120,7 @@ def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "unused"),
-    [(name, "zeros") for name in STRATEGIES] + [(name, "none") for name in MAIN_STRATEGIES],
+    [(name, "zeros") for name in STRATEGIES] + [("zero0", "none"), ("zero3", "none")],
 )
 def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) -> None:
     compared = run_ranks(nothing_left, ranks_for(strategy), strategy, unused, timeout=110)

@@ -211,9 +211,11 @@ def go_on(rank: int, world_size: int, strategy: str, where: str, weights: str) -
 
 
 @pytest.mark.parametrize(
-    "where", ["forward", "backward", "forward hook", "gradient hook", "parameter hook"]
+    ("strategy", "where"),
+    [("zero3", f"{kind} hook") for kind in ("forward", "gradient", "parameter")]
+    + [("zero0", "parameter hook"), ("zero1", "forward hook"), ("hfsdp", "gradient hook")]
+    + [(strategy, where) for strategy in MAIN_STRATEGIES for where in ("forward", "backward")],
 )
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_after_an_exception_and_zero_grad_training_is_right(strategy: str, where: str) -> None:
     run_ranks(go_on, ranks_for(strategy), strategy, where, "fp32", timeout=40)
 

@@ -114,7 +114,8 @@ def main() -> None:
 
     atexit.register(tell)  # before the library's own, so that it runs after that
     gc.freeze()  # a collection at the end of a rank would touch, and thereby copy, all of it
-    for number, end in enumerate(CASES):
+    started = []
+    for number, end in enumerate(CASES):  # side by side: one of them waits for a peer that is gone
         folder = Path(sys.argv[1], str(number))
         folder.mkdir()
         ranks = {}
@@ -124,6 +125,8 @@ def main() -> None:
                 run_rank(rank, folder, end)
                 return  # to the end of the script
             ranks[rank] = process
+        started.append((end, ranks, folder))
+    for end, ranks, folder in started:
         ended = watch(ranks, folder)
         told = {file.read_text() for file in folder.glob("exit-*")}
         sys.stdout.write(f"{end}: {ended}, messages {' and '.join(sorted(told))}\n")

@@ -15,6 +15,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, files, valid_checkpoints, verify
 
 pytestmark = pytest.mark.timeout(300)
-RANDOM_KILLS = 24
+RANDOM_KILLS = 20
 ROOT = Path(__file__).parents[2]
 
 
@@ -185,13 +186,13 @@ def dying_at(call: int) -> Iterator[list[str]]:
 
 def kill_at_every_call(root: Path) -> int:
     """One save after another, killed one call later each time. Returns the number of calls."""
+    with Store(root / "first", keep=1) as store:
+        store.save(1, model_at(1), extra={"step": 1})
     for call in range(1, 10_000):
-        folder = root / f"call-{call}"
+        folder = shutil.copytree(root / "first", root / f"call-{call}")
 
         def work(folder: Path = folder, call: int = call) -> None:
             store = Store(folder, keep=1)
-            store.save(1, model_at(1), extra={"step": 1})
-            store.wait()
             with dying_at(call):
                 store.save(2, model_at(2), extra={"step": 2})
                 store.wait()

@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +19,13 @@ from shardwise.integrations.fsdp2 import in_place_of_torch
 
 VOCABULARY = 48
 SECONDS = 240.0  # the first test of a framework imports it on every rank
+
+
+def needs(*packages: str) -> None:
+    """Skip a file of tests where a package is missing. It is imported by ranks alone: each worker
+    collects all files, and these packages take seconds."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        pytest.skip(f"not installed: {missing}", allow_module_level=True)
 
 
 def tiny_llama(*, tied: bool = False, seed: int = 0) -> Any:

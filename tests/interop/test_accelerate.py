@@ -19,14 +19,14 @@ from tests.interop.frameworks import (
     accelerate_state,
     batch,
     mean_over_ranks,
+    needs,
     tiny_llama,
 )
 from tests.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+needs("accelerate", "transformers")
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
 CASES: dict[str, dict[str, Any]] = {

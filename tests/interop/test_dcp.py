@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise as sw
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
-    STRATEGIES,
     Net,
     assert_close,
     assert_parameters_equal,
@@ -100,7 +99,7 @@ def compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], tolerance: floa
         assert_close(loaded[name], value, name, bound)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_a_checkpoint_comes_back_bit_for_bit(strategy: str, tmp_path: Path) -> None:
     saved = run_ranks(save, ranks_for(strategy), strategy, str(tmp_path))[0]
     for loaded in run_ranks(load, ranks_for(strategy), strategy, str(tmp_path)):
@@ -312,7 +311,7 @@ def test_state_dict_communicates_nothing() -> None:
     assert counts[0] > 10 and counts[1] == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @on_ranks(ranks_for)
 def test_optimizer_state_dicts_load_into_a_twin(rank: int, world_size: int, strategy: str) -> None:
     """The optimizer's own state dict, loaded into a fresh one of the same shape."""

@@ -12,13 +12,13 @@ import torch.distributed.fsdp as torch_fsdp
 
 import shardwise as sw
 from shardwise.shard.module import units_of
-from tests.interop.frameworks import SECONDS, launched, mean_over_ranks
+from tests.interop.frameworks import SECONDS, launched, mean_over_ranks, needs
 from tests.models import loss_of, make_model, tokens
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
-pytest.importorskip("lightning")
+needs("lightning")
 
 LIBRARIES: dict[str, Any] = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
 

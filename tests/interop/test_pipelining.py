@@ -118,8 +118,8 @@ def test_two_stages_without_data_parallelism(rank: int, world_size: int, schedul
 
 @pytest.mark.parametrize(
     ("schedule", "strategy"),
-    [("gpipe", "zero3"), ("1f1b", "zero1"), ("1f1b", "zero3"), ("1f1b", "hsdp")]
-    + [("interleaved", strategy) for strategy in STRATEGIES],
+    [("gpipe", "zero3"), ("1f1b", "zero1"), ("1f1b", "hsdp")]
+    + [("interleaved", strategy) for strategy in ("zero0", "zero2", "zero3", "hfsdp")],
 )
 @on_ranks(4)
 def test_gradients_of_one_process(rank: int, world_size: int, schedule: str, strategy: str) -> None:

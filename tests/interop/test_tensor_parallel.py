@@ -75,8 +75,9 @@ def clip(rank: int, world_size: int, sizes: tuple[int, int], sequence: bool) -> 
     return len(meshes)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "sequence"), [((2, 2), False), ((2, 2), True), ((1, 2), False)], ids=str
+)
 def test_the_norm_is_the_true_one_and_steps_are_those_of_one_process(
     sizes: tuple[int, int], sequence: bool
 ) -> None:
@@ -125,11 +126,8 @@ def save_and_load(rank: int, world_size: int, folder: str, sequence: bool) -> in
     return len(saved)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-def test_a_checkpoint_of_a_two_dimensional_mesh_loads_into_any_other(
-    tmp_path: Path, sequence: bool
-) -> None:
-    found = run_ranks(save_and_load, 4, str(tmp_path), sequence, timeout=PATIENCE)
+def test_a_checkpoint_of_a_two_dimensional_mesh_loads_into_any_other(tmp_path: Path) -> None:
+    found = run_ranks(save_and_load, 4, str(tmp_path), True, timeout=PATIENCE)
     assert found == [16 + 4 + 3 * 12] * 4, "weights, momenta, and the states of AdamW"
 
 

@@ -261,7 +261,8 @@ def test_a_checkpoint_loads_into_any_other_mesh(
     rank: int, world_size: int, tmp_path: Path, optimize: Any
 ) -> None:
     into = ((4, 1), (1, 2, 2))
-    for sizes, meshes in {(2, 2): ((1, 4), *into), (2, 1, 2): into}.items():
+    every = {(2, 2): ((1, 4), *into), (2, 1, 2): into}
+    for sizes, meshes in every.items() if optimize is muon_of else [((2, 2), into)]:
         model, optimizer = trained(sizes, optimize, 2)
         saved = whole_state(model, optimizer)
         path = tmp_path / f"{len(sizes)}"

@@ -24,13 +24,14 @@ from tests.interop.frameworks import (
     accelerate_state,
     batch,
     launched,
+    needs,
     tiny_llama,
 )
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 
 # ------------------------------------------------------------------------------ save_pretrained

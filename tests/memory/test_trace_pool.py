@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.memory.helpers import Books, make, unit_numels
-from tests.models import STRATEGIES, Model, loss_of, ranks_for, tokens
+from tests.models import Model, loss_of, ranks_for, tokens
 from tests.ranks import on_ranks
 
 LOOSE = 1e-6
@@ -60,7 +60,7 @@ def run_schedule(
     return full(model), losses
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
 @on_ranks(ranks_for)
 def test_steps_that_are_alike_use_the_same_storages(
     rank: int, world_size: int, strategy: str

@@ -24,7 +24,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what
 
 @pytest.mark.parametrize(
     ("precision", "world_size"),
-    [("fp32", 2), ("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16", 3), ("bf16 wire", 4)],
+    [("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16 wire", 3)],
 )
 @on_ranks()
 def test_all_zero_stages_train_to_the_same_bits(rank: int, world_size: int, precision: str) -> None:
@@ -109,7 +109,7 @@ def check_schedules(rank: int, world_size: int, strategy: str) -> int:
     return len(CHANGES) + len(OPTIONS)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_overlap_prefetch_and_memory_do_not_change_a_bit(strategy: str) -> None:
     world_size = ranks_for(strategy)
     assert run_ranks(check_schedules, world_size, strategy) == [9] * world_size

@@ -174,8 +174,7 @@ def test_an_embedding_fills_the_bucket_of_the_last_matrices(rank: int, world_siz
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "microbatches", "precision"),
-    [(n, stage, m, "fp32") for n in (2, 3) for stage in (1, 2) for m in (1, 3)]
-    + [(2, 1, 3, "bf16")],
+    [(2, 1, 1, "fp32"), (2, 2, 3, "fp32"), (3, 1, 3, "fp32"), (3, 2, 1, "fp32"), (2, 1, 3, "bf16")],
 )
 @on_ranks()
 def test_the_same_bits_as_fully_shard(

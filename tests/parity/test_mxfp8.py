@@ -81,9 +81,9 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
 @pytest.mark.parametrize(
     ("strategy", "kind", "format"),
     [(strategy, "muon", "mxfp8_rowcol") for strategy in STRATEGIES]
-    + [(strategy, "adamw", "mxfp8_rowcol") for strategy in ("zero1", "zero3")]
+    + [("zero3", "adamw", "mxfp8_rowcol")]
     + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")]
-    + [(strategy, "muon", "fp8_block") for strategy in STRATEGIES],
+    + [(strategy, "muon", "fp8_block") for strategy in ("zero1", "zero3", "hfsdp")],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_for(strategy)
@@ -138,9 +138,9 @@ def test_overlap_memory_and_recomputation_do_not_change_a_bit(
     rank: int, world_size: int, strategy: str
 ) -> None:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
-    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(3)}
+    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(2)}
     _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8_rowcol", **often)
-    assert "evaluation 2" in expected
+    assert "evaluation 1" in expected
     for options in OPTIONS:
         _, found = run(rank, world_size, strategy, "muon", True, "mxfp8_rowcol", **often, **options)
         assert_same_bits(found, expected, str(options))

@@ -41,8 +41,7 @@ def same_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], what:
         assert not wrong, (what, step, wrong)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "plain"])
+@pytest.mark.parametrize(("optimizer", "sequence"), [("adamw", False), ("muon", True)])
 @on_ranks(4, timeout=PATIENCE)
 def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) -> None:
     mesh, optimize = grid(2, 2), OPTIMIZERS[optimizer]
@@ -66,7 +65,7 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
 
 @pytest.mark.parametrize(
     ("sizes", "optimizer"),
-    [((2, 1, 2), "muon"), ((1, 2, 2), "muon"), ((2, 1, 2), "adamw")],
+    [((1, 2, 2), "muon"), ((2, 1, 2), "adamw")],
     ids=str,
 )
 @on_ranks(4, timeout=PATIENCE)

@@ -67,8 +67,7 @@ def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
         assert linear_cross_entropy(mine[0], cut, targets).isnan()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize(("recompute", "tied"), [("none", True), ("block", False)])
 @on_ranks(4, timeout=PATIENCE)
 def test_the_model_is_that_of_one_process(
     rank: int, world_size: int, recompute: str, tied: bool
@@ -242,10 +241,7 @@ def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {"sample": 8}),
         "grid": (4, {"tp": 2, "sample": 8}),
-        "zero1": (4, {"tp": 2, "strategy": "zero1"}),
-        "replicas": (4, {"tp": 2, "strategy": "hsdp"}),
-        "adamw": (4, {"tp": 2, "strategy": "hfsdp", "optimizer": "adamw"}),
-        "adamw alone": (1, {"optimizer": "adamw"}),
+        "replicas": (4, {"tp": 2, "strategy": "hsdp"}),  # others: interop/test_support
         "only": (2, {"tp": 2, "microbatches": 2, "compile": "on"}),
     }
     sizes = {
@@ -253,12 +249,11 @@ def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
         for name, (ranks, changes) in runs.items()
     }
     for name in runs:
-        expected = figures(tmp_path / ("adamw alone" if name == "adamw" else "one"), 3)
-        if not name.endswith("alone"):
-            torch.testing.assert_close(figures(tmp_path / name, 3), expected, rtol=5e-4, atol=0)
+        expected = figures(tmp_path / "one", 3)
+        torch.testing.assert_close(figures(tmp_path / name, 3), expected, rtol=5e-4, atol=0)
         held = [event["bits_per_byte"] for event in events_of(tmp_path / name, "eval")]
         one = [event["bits_per_byte"] for event in events_of(tmp_path / "one", "eval")]
-        assert held == pytest.approx(one, rel=5e-4) or name.startswith("adamw")
+        assert held == pytest.approx(one, rel=5e-4)
     texts = [events_of(tmp_path / name, "sample")[0]["text"] for name in ("one", "grid")]
     assert texts[0] == texts[1]
     assert max(sizes["grid"]) < 0.4 * sizes["one"][0]

@@ -146,9 +146,10 @@ def check_writers(rank: int, world_size: int, strategy: str, precision: str, opt
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "options"),
-    [(strategy, precision, "default") for strategy in STRATEGIES for precision in PRECISIONS]
+    [(strategy, "bf16", "default") for strategy in STRATEGIES]
+    + [(strategy, "fp32", "default") for strategy in ("zero0", "zero1", "zero3")]
     # Where weights are whole between uses there is nothing to keep.
-    + [(strategy, "bf16", "kept") for strategy in ("zero3", "hsdp", "hfsdp")],
+    + [(strategy, "bf16", "kept") for strategy in ("zero3", "hfsdp")],
 )
 def test_the_next_forward_sees_what_was_written(
     strategy: str, precision: str, options: str

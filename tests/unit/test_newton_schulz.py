@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
@@ -80,13 +81,17 @@ def singular_values(kind: str, count: int) -> Tensor:
     }[kind]
 
 
+@cache
+def directions(rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 10007 + cols)
+    sides = (torch.randn(side, rows, generator=generator).double() for side in (rows, cols))
+    u, v = (torch.linalg.qr(side)[0] for side in sides)
+    return u, v
+
+
 def rotation(preset: Polynomial, kind: str, rows: int, cols: int) -> float:
     """The share of the Gram form's result, in fp16, that leaves the input's singular directions."""
-    generator = torch.Generator().manual_seed(rows * 10007 + cols)
-    u, v = (
-        torch.linalg.qr(torch.randn(side, rows, generator=generator).double())[0]
-        for side in (rows, cols)
-    )
+    u, v = directions(rows, cols)
     x = (u * singular_values(kind, rows)) @ v.mT
     result = newton_schulz(x.float()[None], preset, form="gram", dtype=torch.float16)[0]
     gains = u.mT @ result.double() @ v
@@ -107,8 +112,8 @@ def test_the_restart_comes_where_the_gram_form_loses_least(name: str) -> None:
         return max(rotation(chosen, kind, *shape) for kind in kinds for shape in shapes)
 
     by_restart = {restart: worst(restart) for restart in (1, 2, 3, 4)}
-    ours = worst(None)
-    assert ours == by_restart[preset.first_steps("block")]
+    ours = by_restart[preset.first_steps("block")]
+    assert ours == worst(None)
     assert ours < 1.2 * min(by_restart.values()), by_restart  # Keller's is a tie of two and three
     assert ours < 0.03
 

@@ -21,7 +21,7 @@ from shardwise.train.recipes import RECIPES
 from shardwise.train.world import World
 
 MODEL = GPTConfig(
-    dim=256, num_layers=4, num_heads=4, context=1024, vocab_size=1024, recompute="auto"
+    dim=256, num_layers=2, num_heads=4, context=1024, vocab_size=1024, recompute="auto"
 )
 CONFIG = TrainConfig(model=MODEL, batch=32)
 
