@@ -287,10 +287,6 @@ class Gradients:
         if waiting:
             self.brought = [came or index in waiting for index, came in enumerate(self.came)]
         if into:
-            if not self._open_fresh and self.device.type == "cuda":
-                # A sum of different dtypes would be a kernel for each parameter.
-                came, values = values, [torch.empty_like(view) for view in into]
-                torch._foreach_copy_(values, came)
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
 
