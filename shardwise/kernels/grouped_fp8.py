@@ -40,9 +40,10 @@ from shardwise.kernels.symmetric import multiprocessors
 # Measured on an H200 (torch 2.11, Triton 3.6): products of these three shapes reach 1113 to 1480
 # TFLOP/s, torch's scaled grouped product 823 to 1357.
 PRODUCT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=4, band=16)
-# Triton 3.9 gave the copies of boxes other names than 3.6.
+# Triton 3.9 has other names than 3.6: for copies of boxes, and where the warps of a role meet.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @triton.jit
@@ -108,15 +109,14 @@ def product(
 
 
 # dW: warps with roles of their own, because the sums it is added to take as long to come and go as
-# the products take.
+# the products take. Two groups take turns: one multiplies while the other adds.
 #
-#     operands   one warp    turned codes              -> 3 stages
-#     sums       one warp    parts of 128x32 of dW     -> 5 rooms -> dW
-#     products   8 warps     stages -> acc;  acc + room -> room, part by part
+#     operands   4 warps           turned codes of a tile of 128x128  -> 4 stages
+#     products   4 warps, twice    stages -> acc;  acc + room -> room, part by part
+#     sums       one warp          parts of 128x32 of dW  -> 5 rooms -> dW
 #
-# On an H200 all of 9 such forms gave the bits of one program for loads, products and sums, and took
-# 0.83 to 0.94 of its time with 3 stages; with 2 stages and 8 rooms 0.98 to 1.31. Loops flattened or
-# sums loaded early into registers gained nothing.
+# On an H200 one group of 8 warps and tiles of 128x256 took 1.01 to 1.26 of the time with 1024 rows
+# an expert, 0.94 and 1.04 with 4096; 3 stages and more rooms 0.95 to 1.23. All gave the same bits.
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def _place(number, parts: gl.constexpr, tile_rows, tile_columns):
     """The expert, the row and the column of part ``number`` of this program's tiles."""
     tile = gl.program_id(0) + number // parts * gl.num_programs(0)
     expert = tile // (tile_rows * tile_columns)
-    column = tile % tile_columns * 256 + number % parts * (256 // parts)
+    column = tile % tile_columns * 128 + number % parts * (128 // parts)
     return expert, tile // tile_columns % tile_rows * 128, column
 
 
@@ -140,7 +140,7 @@ def _load_operands(
             stage = count % stages
             mbarrier.wait(empty.index(stage), (count // stages & 1) ^ 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, 384 * 128)
+            mbarrier.expect(ready, 256 * 128)
             _load_box(a_desc, [row, k * 128], ready, a_bufs.index(stage))
             _load_box(b_desc, [column, k * 128], ready, b_bufs.index(stage))
             count += 1
@@ -155,7 +155,7 @@ def _bring(
         ready = full.index(number % count)
         if add:
             expert, row, column = _place(number, parts, tile_rows, tile_columns)
-            mbarrier.expect(ready, 128 * (256 // parts) * 4)
+            mbarrier.expect(ready, 128 * (128 // parts) * 4)
             _load_box(out_desc, [expert, row, column], ready, rooms.index(number % count))
         else:
             mbarrier.arrive(ready, count=1)
@@ -184,16 +184,16 @@ def _put(
     value, rooms, full, done, number, parts: gl.constexpr, count: gl.constexpr, add: gl.constexpr
 ):  # fmt: skip
     """Write a tile to its rooms, part by part; the number of the next part."""
-    if value.shape[1] > 256 // parts:
+    if value.shape[1] > 128 // parts:
         halves = value.reshape([128, 2, value.shape[1] // 2]).permute(0, 2, 1)
         left, right = halves.split()
         number = _put(left, rooms, full, done, number, parts, count, add)
         number = _put(right, rooms, full, done, number, parts, count, add)
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256 // parts, 32])
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 // parts, 32])
         value = gl.convert_layout(value, layout)
         mbarrier.wait(full.index(number % count), number // count & 1)
-        room = rooms.index(number % count).reshape([128, 256 // parts])
+        room = rooms.index(number % count).reshape([128, 128 // parts])
         if add:
             value += room.load(layout)
         room.store(value.to(room.dtype))
@@ -205,31 +205,40 @@ def _put(
 
 @gluon.jit
 def _multiply(
-    first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
-    tiles, tile_rows, tile_columns,
-    stages: gl.constexpr, parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
+    first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done, multiplied,
+    added, tiles, tile_rows, tile_columns, group: gl.constexpr, stages: gl.constexpr,
+    parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256, 32])
-    count = 0
-    put = 0
+    """Every second tile. A group waits for the other's turn to end before it waits for a stage or a
+    room: a barrier tells one phase from the next, and not from the one after that."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    start = 0  # steps before the tile
     for number in range(tiles):
         expert, _row, _column = _place(number, 1, tile_rows, tile_columns)
         begin = gl.load(first_ptr + expert)
         end = gl.load(first_ptr + expert + 1)
-        acc = gl.zeros((128, 256), gl.float32, layout)
-        for k in range(begin, end):
-            stage = count % stages
-            mbarrier.wait(full.index(stage), count // stages & 1)
-            right = b_bufs.index(stage).permute((1, 0))
-            acc = warpgroup_mma(a_bufs.index(stage), right, acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            # The product before this one has read its stage.
-            mbarrier.arrive(empty.index((count + stages - 1) % stages), count=1, pred=k > begin)
-            count += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((count + stages - 1) % stages), count=1, pred=end > begin)
-        acc *= gl.load(scales_ptr + expert)
-        put = _put(acc, rooms, sums_full, sums_done, put, parts, num_rooms, add)
+        if number % 2 == group:
+            acc = gl.zeros((128, 128), gl.float32, layout)
+            turn = (number // 2 & 1) ^ (1 - group)
+            mbarrier.wait(multiplied.index(group), turn)
+            for k in range(begin, end):
+                count = start + k - begin
+                mbarrier.wait(full.index(count % stages), count // stages & 1)
+                right = b_bufs.index(count % stages).permute((1, 0))
+                acc = warpgroup_mma(a_bufs.index(count % stages), right, acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                # The product before this one has read its stage.
+                mbarrier.arrive(empty.index((count + stages - 1) % stages), pred=k > begin)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(empty.index((start + end - begin - 1) % stages), pred=end > begin)
+            _meet()
+            mbarrier.arrive(multiplied.index(1 - group))
+            acc *= gl.load(scales_ptr + expert)
+            mbarrier.wait(added.index(group), turn)
+            _put(acc, rooms, sums_full, sums_done, number * parts, parts, num_rooms, add)
+            _meet()
+            mbarrier.arrive(added.index(1 - group))
+        start += end - begin
 
 
 @gluon.jit
@@ -246,31 +255,34 @@ def _weight_kernel(
     stages: gl.constexpr, parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [stages, 128, 128], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [stages, 256, 128], b_desc.layout)
-    room: gl.constexpr = [num_rooms, 1, 128, 256 // parts]
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [stages, 128, 128], b_desc.layout)
+    room: gl.constexpr = [num_rooms, 1, 128, 128 // parts]
     rooms = gl.allocate_shared_memory(out_desc.dtype, room, out_desc.layout)
-    full, empty, sums_full, sums_done = (
-        _barriers(stages), _barriers(stages), _barriers(num_rooms), _barriers(num_rooms),
-    )  # fmt: skip
+    full, empty, multiplied = _barriers(stages), _barriers(stages), _barriers(2)
+    sums_full, sums_done, added = _barriers(num_rooms), _barriers(num_rooms), _barriers(2)
     fence_async_shared()
     tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))  # of this program
     gl.warp_specialize(
         [
-            (_multiply, (
-                first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
-                tiles, tile_rows, tile_columns, stages, parts, num_rooms, add,
-            )),
             (_load_operands, (
                 a_desc, b_desc, first_ptr, a_bufs, b_bufs, full, empty, tiles, tile_rows,
                 tile_columns, stages,
+            )),
+            (_multiply, (
+                first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
+                multiplied, added, tiles, tile_rows, tile_columns, 0, stages, parts, num_rooms, add,
+            )),
+            (_multiply, (
+                first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
+                multiplied, added, tiles, tile_rows, tile_columns, 1, stages, parts, num_rooms, add,
             )),
             (_move_sums, (
                 out_desc, rooms, sums_full, sums_done, tiles, tile_rows, tile_columns, parts,
                 num_rooms, add,
             )),
         ],
-        [1, 1],
-        [40, 40],
+        [4, 4, 1],
+        [208, 208, 40],
     )  # fmt: skip
 
 
@@ -283,21 +295,21 @@ def weight_gradient(
     """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
-    tile_rows, tile_columns = -(-num_rows // 128), -(-num_columns // 256)
+    tile_rows, tile_columns = -(-num_rows // 128), -(-num_columns // 128)
     tiles = experts * tile_rows * tile_columns
     left, right = (each.view(torch.float8_e4m3fn) for each in (folded.left, folded.right))
     run(
         _weight_kernel, (min(multiprocessors(out.device), tiles),),
-        _box(left, [128, 128]), _box(right, [256, 128]),
+        _box(left, [128, 128]), _box(right, [128, 128]),
         _box(out, [1, 128, 128 // out.element_size()]),
         folded.first, folded.scales, tiles, tile_rows, tile_columns,
-        **weight_constants(out.element_size(), add), num_warps=8,
+        **weight_constants(out.element_size(), add), num_warps=4,
     )  # fmt: skip
 
 
 def weight_constants(element_size: int, add: bool) -> dict[str, Any]:
     """A part is 128 bytes wide, as the copy engine spreads lines over banks."""
-    return {"stages": 3, "parts": 2 * element_size, "num_rooms": 5, "add": add}
+    return {"stages": 4, "parts": element_size, "num_rooms": 5, "add": add}
 
 
 def _box(tensor: Tensor, shape: list[int]) -> GluonDescriptor:

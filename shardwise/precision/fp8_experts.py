@@ -162,11 +162,7 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> BlockExperts:
         codes, _ = fp8_block.turn(codes, scales)
     elif phase == "backward":
         codes = codes.transpose(-2, -1).contiguous()
-    return BlockExperts(
-        shape=shape,
-        codes=codes,
-        scales=scales[:, 0, 0].contiguous(),
-    )
+    return BlockExperts(shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous())
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,8 +43,6 @@ from shardwise.precision.policy import (
 )
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.words import aligned
-
-_BF16_BYTES = 2  # per element that is sent as bf16
 
 
 def stored_as(found: Found, precision: Precision) -> Stored:
@@ -122,17 +121,14 @@ def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
         return False
     planes = planes_of(format, "forward", persistent)
     nbytes = sum(1 + SCALES[block].itemsize / math.prod(block) for block in planes)
-    return layout.num_shards == 1 or nbytes < _BF16_BYTES
+    return layout.num_shards == 1 or nbytes < torch.bfloat16.itemsize
 
 
 def plane_layout(layout: Layout, direct: bool) -> Layout:
     """The layout of the codes: main's if codes are sent, else one matrix after the other."""
     if direct:
         return layout
-    starts, end = [], 0
-    for item in layout.items:
-        starts.append(end)
-        end += item.numel
+    *starts, end = accumulate((item.numel for item in layout.items), initial=0)
     return Layout(layout.items, 1, end, tuple(starts))
 
 
@@ -150,7 +146,7 @@ class PrecisionReport:
     """The format of every parameter of a wrapped model, in registration order; printable."""
 
     rows: tuple[Stored, ...]
-    notes: tuple[str, ...] = ()  # why products are not made by hardware that multiplies fp8
+    notes: tuple[str, ...] = ()  # why hardware makes no fp8 products; what travels as bf16
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -190,48 +186,45 @@ class PrecisionReport:
         }
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "stored as", "products", "why")] + [
-            (
-                row.name,
-                "x".join(map(str, row.shape)) or "scalar",
-                row.format or short_name(row.dtype),
-                row.products,
-                row.why,
-            )
-            for row in self.rows
-        ]
-        lines = aligned(table)
-        held, total = self.elements
-        lines.append(
-            f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
-            f"elements, are stored in fp8"
-        )
-        return "\n".join(lines + [f"products: {note}" for note in self.notes])
+        table = [("parameter", "shape", "stored as", "products", "why")]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            kind = row.format or short_name(row.dtype)
+            table.append((row.name, shape, kind, row.products, row.why))
+        count, (held, total) = f"{len(self.stored)} of {len(self.rows)}", self.elements
+        last = f"{count} parameters, {held} of {total} elements, are stored in fp8"
+        return "\n".join([*aligned(table), last, *self.notes])
 
 
 def precision_report(model: nn.Module) -> PrecisionReport:
     """The format of each parameter of a wrapped model, by its name in the model."""
-    if all(getattr(module, "_shardwise_unit", None) is None for module in model.modules()):
+    every = (getattr(module, "_shardwise_unit", None) for module in model.modules())
+    units = [unit for unit in every if unit is not None]
+    if not units:
         raise ValueError(
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored: dict[tuple[int, str], tuple[Stored, Precision, torch.device]] = {}
+    stored: dict[tuple[int, str], tuple[Stored, Any]] = {}
     notes: dict[str, None] = {}
-    units = [getattr(module, "_shardwise_unit", None) for module in model.modules()]
-    for unit in (one for one in units if one is not None):
+    staged: list[str] = []
+    for unit in units:
         for parameters, name, number, index in unit.places:
-            group = unit.groups[number]
-            stored[id(parameters), name] = unit.stored[number, index], group.precision, group.device
+            stored[id(parameters), name] = unit.stored[number, index], unit.groups[number]
     found: dict[int, Stored] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             key = (id(module._parameters), name)
             if parameter is not None and key in stored and id(parameter) not in found:
                 full = f"{path}.{name}" if path else name
-                products, note = _products(module, *stored[key])
-                found[id(parameter)] = replace(stored[key][0], name=full, products=products)
-                notes |= {note: None} if note else {}
+                one, group = stored[key]
+                products, note = _products(module, one, group.precision, group.device)
+                found[id(parameter)] = replace(one, name=full, products=products)
+                notes |= {f"products: {note}": None} if note else {}
+                if one.format and not encodes_locally(group.layout, one.format):
+                    staged.append(full)
+    if staged:
+        notes[f"gathered as bf16, because a rank's shard cuts a block: {', '.join(staged)}"] = None
     return PrecisionReport(tuple(found.values()), tuple(notes))
 
 
@@ -250,7 +243,6 @@ def _products(
     if precision.recipe.activations is None:
         return "decoded", None
     gradient = "" if precision.weight_gradient == "fp8" else ", dW in bf16"
-    problem = scaled_problem(device)
-    if problem is None:
+    if (problem := scaled_problem(device)) is None:
         return f"fp8{gradient}", None
     return f"fp8 by decoding{gradient}", f"{problem}; the same numbers are made by decoding"

@@ -138,6 +138,11 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8_rowcol"
     text = str(report)
     assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
+    assert "gathered as bf16" not in text
+    cut = sw.fully_shard(nn.Linear(32, 32), mesh=mesh_of(2), grain=sw.ELEMENT, precision=MXFP8)
+    assert "gathered as bf16, because a rank's shard cuts a block: weight" in str(
+        sw.precision_report(cut)
+    )
 
 
 def test_nothing_is_decided_before_something_is_wrapped() -> None:

@@ -150,24 +150,23 @@ def test_products_of_codes() -> None:
     compiled(grouped_fp8._product_kernel, tile, constants, types)
 
 
+def spread(bits: int, *shape: int, kind: str) -> str:
+    layout = f"NVMMASharedLayout(128, {bits}, rank={len(shape)})"
+    return box(*shape, kind=kind).replace(">", f",{layout}>")
+
+
+def compiled_roles(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> None:
+    """Warps with roles of their own, in Gluon."""
+    result = built(kernel, constants, POINTERS | types, source=GluonASTSource, num_warps=4)
+    assert result.metadata.shared <= SHARED_MEMORY, result.metadata.shared
+    assert "m64n128k32.f32.e4m3.e4m3" in result.asm["ptx"]
+
+
 @pytest.mark.parametrize(("kind", "size", "add"), [("fp32", 4, True), ("bf16", 2, False)])
 def test_weight_gradient_of_codes(kind: str, size: int, add: bool) -> None:
-    """Warps with roles of their own, in Gluon."""
-
-    def spread(bits: int, *shape: int, kind: str) -> str:
-        layout = f"NVMMASharedLayout(128, {bits}, rank={len(shape)})"
-        return box(*shape, kind=kind).replace(">", f",{layout}>")
-
-    types = POINTERS | {
-        "a_desc": spread(8, 128, 128, kind="fp8e4nv"),
-        "b_desc": spread(8, 256, 128, kind="fp8e4nv"),
-        "out_desc": spread(8 * size, 1, 128, 128 // size, kind=kind),
-    }
-    constants = grouped_fp8.weight_constants(size, add)
-    kernel = grouped_fp8._weight_kernel
-    result = built(kernel, constants, types, source=GluonASTSource, num_warps=8)
-    assert result.metadata.shared <= SHARED_MEMORY, result.metadata.shared
-    assert "m64n256k32.f32.e4m3.e4m3" in result.asm["ptx"]
+    types = dict.fromkeys(("a_desc", "b_desc"), spread(8, 128, 128, kind="fp8e4nv"))
+    types["out_desc"] = spread(8 * size, 1, 128, 128 // size, kind=kind)
+    compiled_roles(grouped_fp8._weight_kernel, grouped_fp8.weight_constants(size, add), types)
 
 
 def test_passes_that_write_codes() -> None:
