@@ -17,6 +17,7 @@ import the other modules for the first CUDA tensor.
     update          unpack, weight decay and update in one pass
     adamw           AdamW and a clip in one pass
     launch          a launch without Triton's search for the compiled form
+    ahead           compilation before the first launch, while something else is done
 """
 
 from __future__ import annotations

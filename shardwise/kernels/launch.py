@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import FutureKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,12 +21,15 @@ ALIGNMENT = 16  # what Triton compiles for: addresses and integers that are mult
 
 # How to launch, what comes before the arguments, and the constants, which come after them.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+# By kernel: its forms that are compiled ahead of a launch (ahead.py), until one is needed.
+_ahead: dict[int, list[Any]] = {}
 _boxes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """``kernel[grid](*args, **constants)``. ``args`` are the kernel's first parameters, and
-    ``constants`` all its others, with Triton's options."""
+    ``constants`` all its others, with Triton's options. For tensors without memory the kernel is
+    compiled and not launched."""
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
         return
@@ -33,7 +37,12 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
     device = torch.cuda.current_device()
     key = (id(kernel), device, *kinds, *constants.values())
     found = _compiled.get(key)
-    if found is None:
+    if found is None and any(isinstance(value, Tensor) and value.is_meta for value in args):
+        _ahead.setdefault(id(kernel), []).append(kernel.warmup(*args, grid=grid, **constants))
+    elif found is None:
+        for form in _ahead.pop(id(kernel), ()):  # perhaps for these arguments
+            if isinstance(form, FutureKernel):
+                form.result()
         compiled = kernel[grid](*args, **constants)
         rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         # As ``compiled[grid](...)`` does, but for the hooks of Triton's own profiler.
@@ -61,7 +70,7 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         elif kind is float:
             kinds.append(float)
         elif isinstance(value, Tensor):
-            kinds.append(value.dtype)
+            kinds += (value.dtype, value.is_meta)
             value = value.data_ptr()
             kinds.append(value % ALIGNMENT == 0)
         elif hasattr(value, "block_shape"):  # a descriptor, of Triton or of Gluon

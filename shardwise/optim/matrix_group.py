@@ -306,6 +306,10 @@ class MatrixGroup:
     def _step_local(self, now: Step, positions: Sequence[int]) -> None:
         """Update parameters that skip the exchange."""
 
+    def launch_ahead(self) -> None:
+        """Launch the kernels of a step that clips on tensors without memory: those of matrices that
+        skip the exchange, and of Newton-Schulz."""
+
     # ------------------------------------------------------------------ a step
 
     def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:

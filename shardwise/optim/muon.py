@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import newton_schulz
+from shardwise.kernels.ahead import planned
 from shardwise.kernels.forms import Polynomial, choose, num_grams
 from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
@@ -175,7 +176,7 @@ def update_momentum_by_kernels(
 ) -> None:
     """:func:`update_momentum` in one pass, of gradients that are clipped on the way, with the
     updates written to ``places``."""
-    if buffers[0].is_meta:  # a plan
+    if planned(buffers[0]):
         return
     from shardwise.kernels.momentum import accumulate
 
@@ -184,7 +185,7 @@ def update_momentum_by_kernels(
 
 def packed(values: Tensor) -> Packed:
     """Matrices [count, rows, cols] in fp16, as kernels orthogonalise them."""
-    if values.is_meta:  # a plan
+    if planned(values):
         count, rows, columns = values.shape
         norms = values.new_empty(count)
         return Packed(values=values.half(), inverse_norms=norms, rows=rows, columns=columns)
@@ -195,7 +196,7 @@ def packed(values: Tensor) -> Packed:
 
 def orthogonalise(batch: Packed, polynomial: Polynomial) -> Tensor:
     """The orthogonal factors [count, rows, cols] in fp16; the batch is consumed."""
-    if batch.values.is_meta:  # a plan
+    if planned(batch.values):
         return batch.values
     return batch.unpadded(newton_schulz.orthogonalise_packed(batch, polynomial))
 
@@ -208,7 +209,7 @@ def apply_update_by_kernels(
     scale: float = 1.0,
 ) -> None:
     """:func:`apply_update` in one pass; the updates are multiplied by ``scale``."""
-    if weights[0].is_meta:  # a plan
+    if planned(weights[0]):
         return
     from shardwise.kernels.update import apply
 
@@ -235,8 +236,7 @@ def step_by_kernels(
     apply            scale, decay and update; from the batch into the weights
     """
     rows, cols = weights.rows, weights.columns
-    planned = weights[0].is_meta
-    if not planned:
+    if not (only_planned := planned(weights[0])):
         from shardwise.kernels.momentum import pack
 
     form = None if group["form"] == "auto" else group["form"]
@@ -246,7 +246,7 @@ def step_by_kernels(
     for first in range(0, len(weights), size):
         part = slice(first, first + size)
         with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), "step"):
-            if planned:
+            if only_planned:
                 continue
             packed = pack(grads[part], momenta[part], clip=clip, **_momentum_rule(group))
             updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)

@@ -14,6 +14,7 @@ replicas divide the matrices), so it is saved and resharded like any other tenso
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -223,8 +224,25 @@ class MuonGroup(MatrixGroup):
                     flats.append(flat)
                 batch[2].append(begins)
         for (_, _, rows, cols), (group, kinds, places) in batches.items():
-            grads, momenta, weights = (Matrices(kind, places, rows, cols) for kind in kinds)
-            scale = self._scale((rows, cols))
-            most = self.exchange.ownership.step_bytes // (2 if self.exchange.moves else 1)
-            state = grads, momenta, weights
-            muon.step_by_kernels(*state, group, self.polynomial, scale, most, now.clip)
+            state = [Matrices(kind, places, rows, cols) for kind in kinds]
+            self._step_matrices(group, state, now.clip)
+
+    def _step_matrices(self, group: dict[str, Any], state: Sequence[Matrices], clip: Any) -> None:
+        """Update matrices of one shape, given as gradients, momenta and weights."""
+        grads, momenta, weights = state
+        scale = self._scale((weights.rows, weights.columns))
+        most = self.exchange.ownership.step_bytes // (2 if self.exchange.moves else 1)
+        muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, most, clip)
+
+    def launch_ahead(self) -> None:
+        counts: Counter[tuple[int, int]] = Counter()
+        for begins in self._begins.values():
+            counts.update({shape: len(places) for shape, places in begins.items()})
+        for (rows, cols), count in counts.items():  # as if they were of one parameter group
+            flat = torch.empty(count * rows * cols, device="meta")
+            alike = Matrices([flat], [numpy.arange(count) * (rows * cols)], rows, cols)
+            self._step_matrices(self.members[0].group, [alike] * 3, flat.new_empty(2))
+        for one in self.exchange.rounds if self.packs else ():
+            for shape, matrices in one.batches:
+                batch = torch.empty(len(matrices), *shape, device="meta")
+                muon.orthogonalise(muon.packed(batch), self.polynomial)

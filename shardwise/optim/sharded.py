@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.agreement import raise_together
+from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import adamw
 from shardwise.optim.adamw import AdamWSettings
@@ -174,6 +175,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
+
+    def compile_ahead(self) -> None:
+        """Begin to compile the kernels that orthogonalise, on GPUs that have such; the first step
+        waits for them."""
+        for group in self._matrix_groups or ():
+            if group.fused:
+                compile_ahead(group.launch_ahead, group.exchange.device)
 
     # ------------------------------------------------------------------ a step
 

@@ -13,7 +13,7 @@ RMSNorm, products of experts) are replaced by stand-ins that hold what the GPU's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,24 +41,40 @@ class Follower(TorchDispatchMode):
         # By address: the bytes of a storage, and a reference that tells of its end.
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.live = sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in model.buffers())
+        # By function and kinds of arguments: makes a tensor like the result, where that is new.
+        self._known: dict[Any, Callable[[], Tensor]] = {}
         self.peak = 0  # with the ledger's bytes
         self.at_peak = 0  # of it, those followed here
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        call = None if func._schema.is_mutable else _kind((func, args, *kwargs.items()))
+        known = self._known.get(call)
+        result = func(*args, **kwargs) if known is None else known()
         made = _storages(result)
         if made:
-            given = _storages((args, kwargs or {}))  # views of those are no new memory
+            # Views of what was given are no new memory.
+            given = _storages((args, kwargs)) if known is None else {}
             for key, storage in made.items():
                 if key not in given and key not in self._alive:
                     nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
                     gone = weakref.ref(storage, partial(self._end, key))
                     self._alive[key] = (nbytes, gone)
                     self.live += nbytes
+            if call is not None and known is None and not made.keys() & given.keys():
+                self._remember(call, result)
             self.note()
         return result
+
+    def _remember(self, call: Any, result: Any) -> None:
+        """Make the results of equal calls at once: some functions take long to find their shape."""
+        if type(result) is Tensor:
+            form, dtype = (result.shape, result.stride()), result.dtype
+            alike = partial(torch.empty_strided, *form, dtype=dtype, device="meta")
+            if alike().untyped_storage().nbytes() == result.untyped_storage().nbytes():
+                self._known[call] = alike
 
     def _end(self, key: int, reference: Any) -> None:
         if key in self._alive and self._alive[key][1] is reference:
@@ -93,6 +109,17 @@ def _storages(
         for one in value.values():
             _storages(one, found)
     return found
+
+
+def _kind(value: Any) -> Any:
+    """What the shape of a result depends on; None where that is not known."""
+    if isinstance(value, Tensor):
+        plain = value.is_meta and type(value) in (Tensor, nn.Parameter)
+        return (value.shape, value.stride(), value.dtype) if plain else None
+    if isinstance(value, list | tuple):
+        kinds = tuple(map(_kind, value))
+        return None if None in kinds else kinds
+    return type(value), value
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     model = build_model(config, world)
     model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
     made = build_optimizer(config, model)
+    made.compile_ahead()
     return Parts(
         config=config,
         decision=decision,

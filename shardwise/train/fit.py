@@ -78,13 +78,14 @@ def _sized(config: TrainConfig, precision: Precision, world: World, memory: int)
     for choice in choices:
         counts = [config.num_microbatches] if config.microbatches != "auto" else divisors(each)
 
-        def fits(count: int, choice: str = choice) -> bool:
-            found = bytes_held(config, choice, precision, world, each // count, count)
-            return found <= memory
-
-        # Bytes grow with the sequences: the first count that fits is found by halving, but the
-        # fewest are tried first: large cards take them, and each plan takes a second.
-        first = 0 if fits(counts[0]) else bisect_left(counts, True, lo=1, key=fits)
+        # Bytes grow with the sequences, so the first count that fits is looked for from below, in
+        # as few plans as can be: half the bytes are expected of twice as many microbatches.
+        first, last, guess = 0, len(counts), 0
+        while first < last:
+            count = counts[guess]
+            held = bytes_held(config, choice, precision, world, each // count, count)
+            first, last = (first, guess) if held <= memory else (guess + 1, last)
+            guess = bisect_left(counts, count * held / memory, first, max(first, last - 1))
         found[choice] = each // counts[first] if first < len(counts) else 0
         if found[choice] * config.model.context >= ENOUGH or found[choice] == each:
             break

@@ -21,7 +21,7 @@ from shardwise.cli import run
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.report.activations import WORKSPACE
+from shardwise.report.activations import WORKSPACE, Follower
 from shardwise.report.plan import Plan, plan
 from shardwise.report.suggest import largest
 
@@ -116,18 +116,26 @@ def test_attention_saves_no_matrix_of_all_pairs() -> None:
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_recomputed_blocks_hold_less(experts: int) -> None:
-    held = {
-        recompute: plan(
-            gpt(num_experts=experts, num_layers=6, vocab_size=64, recompute=recompute),
-            {"dp": 4},
-            precision=BF16,
-            optimizer="muon",
-            microbatches=2,
-            batch=(16, 64),
-        )
-        for recompute in ("none", "block")
-    }
+def test_recomputed_blocks_hold_less(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"precision": BF16, "optimizer": "muon", "microbatches": 2}
+
+    def planned(recompute: str) -> Plan:
+        model = gpt(num_experts=experts, num_layers=6, vocab_size=64, recompute=recompute)
+        return plan(model, {"dp": 4}, batch=(16, 64), **options)
+
+    asked: list[Any] = []  # the calls whose results torch was asked for, of those that may be known
+    remember = Follower._remember
+
+    def note(self: Follower, call: Any, result: Any) -> None:
+        asked.append(call)
+        remember(self, call, result)
+
+    monkeypatch.setattr(Follower, "_remember", note)
+    held = {recompute: planned(recompute) for recompute in ("none", "block")}
+    once = len(asked)
+    monkeypatch.setattr(Follower, "_remember", lambda self, call, made: asked.append(call))
+    assert all(planned(recompute).as_dict() == one.as_dict() for recompute, one in held.items())
+    assert 0 < 4 * once < len(asked)
     assert held["block"].activations < 0.6 * held["none"].activations
     few, many = held["block"].peak, held["none"].peak  # the library's own bytes
     # Before torch 2.13 a recomputed block with experts ends before the next one is gathered.

@@ -50,8 +50,13 @@ def held(config: TrainConfig, recompute: str, sequences: int) -> int:
 def test_the_largest_microbatch_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     sixteen, eight, four = (held(CONFIG, "none", count) for count in (16, 8, 4))
     assert sixteen > eight > four
+    planned: list[int] = []
+    whole = fit.bytes_held
+    monkeypatch.setattr(fit, "bytes_held", lambda *args: planned.append(args[4]) or whole(*args))
     for memory, count in ((sixteen, 2), (sixteen - 1, 4), (eight, 4)):
+        planned.clear()
         made = fitted(monkeypatch, memory)
+        assert len(planned) <= 4, "each plan takes a part of a second"
         assert (made.microbatches, made.model.recompute) == (count, "pointwise")
     # Less than ENOUGH tokens without recomputation: blocks are recomputed, and more fits.
     made = fitted(monkeypatch, eight - 1)
