@@ -9,6 +9,7 @@
                     to be computed; that of modules alike
     clipping        refuses gradients of which microbatches wait to be reduced
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
+    parametrize     writes values to parameters at rest; a tensor set to itself is no write
     DTensor(...)    with our placements is a ShardedTensor
     operations      on ShardedTensors are asked of them, on torch before 2.13 too
 
@@ -276,6 +277,19 @@ for _name in ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_valu
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
+
+
+def _set_parametrized(dest: Tensor, src: Tensor) -> None:
+    """Of a parametrization that is assigned to, registered, or (by peft, around each forward)
+    registered and removed again."""
+    if type(dest) is ShardedTensor:
+        dest.copy_(src)
+    elif dest is not src:
+        _torch_set(dest, src)
+
+
+_torch_set = nn.utils.parametrize._maybe_set
+nn.utils.parametrize._maybe_set = _set_parametrized
 
 
 def _new_dtensor(

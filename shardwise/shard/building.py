@@ -29,7 +29,14 @@ from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import Found, device_of, find_parameters, install, outermost
+from shardwise.shard.wrapping import (
+    Found,
+    device_of,
+    find_parameters,
+    install,
+    outermost,
+    own_buffers,
+)
 from shardwise.tile import Tile, tile_of
 
 U = TypeVar("U", bound=Unit)
@@ -113,6 +120,7 @@ class Wrapping:
         self.verb, self.roots, self.mesh = verb, outermost(modules), mesh
         self.placements, self.precision, self.device = placements, precision, device_of(mesh)
         self.found = find_parameters(self.roots, ignored or set())
+        self.buffers = own_buffers(self.roots)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 
@@ -136,6 +144,7 @@ class Wrapping:
         for (f, home), one, note in zip(every, self.stored, notes, strict=True):
             share = share_of(f) if home == self.mesh else ""  # elsewhere ranks have other experts
             mine.append(f"{described(f, one)} {note} {share}")
+        mine += [f"buffer {name} {list(one.shape)} {one.dtype}" for name, one in self.buffers]
         axes = self.ranks[self.mesh].axes
         raise_together(self.verb, found + list(problems), mine, axes, same="wrap the same module")
 
@@ -145,7 +154,9 @@ class Wrapping:
         values: dict[int, Tensor] = {}
         for home, over in self.ranks.items():
             chosen = [position for position, other in enumerate(self.homes) if other == home]
-            same = same_values([self.found[position] for position in chosen], over, self.device)
+            found = [self.found[position] for position in chosen]
+            beside = self.buffers if home == self.mesh else []
+            same = same_values(found, over, self.device, beside)
             values.update(zip(chosen, same, strict=True))
         pairs = zip(self.found, self.homes, strict=True)
         unit, _ = build_unit(

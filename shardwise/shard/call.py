@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
 
 
+_sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
 class State(enum.Enum):
     """The state of one call of a unit."""
 
@@ -43,7 +46,10 @@ class State(enum.Enum):
 class Call:
     """One forward of a unit, as backward meets it again."""
 
-    __slots__ = ("__weakref__", "forward", "gated", "recorded", "state", "task", "unit", "weights")
+    __slots__ = (
+        *("__weakref__", "begun", "forward", "gated", "recorded"),
+        *("state", "task", "unit", "weights"),
+    )
 
     def __init__(self, unit: Unit, weights: Any, recorded: bool, forward: int) -> None:
         self.unit = ref(unit)
@@ -53,6 +59,7 @@ class Call:
         self.task = -1  # the backward that entered it last
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
         self.forward = forward  # the number of the root's forward; 0: made inside a backward
+        self.begun = _sequence_nr()  # nodes of the graph that come later are its own, or later ones
 
     def enters(self) -> bool:
         """Whether the backward that runs now has not come to this call before."""
@@ -109,7 +116,11 @@ class Call:
         tensor.register_hook(partial(_open, self))
         # Autograd runs what came last first: all that this forward has recorded comes after the
         # hook, also what leads to tensors that it left elsewhere (losses in a list).
-        tensor.grad_fn._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[union-attr,attr-defined]
+        tensor.grad_fn._set_sequence_nr(_sequence_nr())  # type: ignore[union-attr,attr-defined]
+        # Whoever writes to a view (x = linear(x); x += y) takes its node, and the hook, away.
+        base: Any = tensor._base
+        if base is not None and not base.is_leaf and base.grad_fn._sequence_nr() >= self.begun:
+            base.register_hook(partial(_open, self))
         return True
 
 

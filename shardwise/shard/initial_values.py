@@ -24,19 +24,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
-    """The values of parameters that are to be wrapped, the same on every data-parallel rank."""
+def same_values(
+    found: Sequence[Found],
+    ranks: Ranks,
+    device: torch.device,
+    buffers: Sequence[tuple[str, Tensor]] = (),
+) -> list[Tensor]:
+    """The values of parameters that are to be wrapped, the same on every data-parallel rank.
+    Buffers are made the same in place."""
     names, values = [f.name for f in found], [f.local for f in found]
+    names, values = names + [name for name, _ in buffers], values + [one for _, one in buffers]
     sums: Sequence[int] = [_checksum(value) for value in values]
     for axis in ranks.axes:
         differing, sums = _compare(names, sums, axis)
         for position in differing:
             original = values[position]
             value = original.detach().to(device, copy=True).contiguous()
-            comm.broadcast(value, axis).wait()
+            comm.broadcast(_bits(value).view(torch.uint8), axis).wait()
+            if position >= len(found):
+                original.copy_(value)
+                continue
             values[position] = value.requires_grad_(original.requires_grad)
             carry_attributes(original, values[position])
-    return values
+    return values[: len(found)]
 
 
 def same_over_tiles(units: Sequence[Unit]) -> None:
@@ -116,7 +126,7 @@ def _compare(
     if differing:
         warn_once(
             logger,
-            "ranks of axis '%s' initialised parameters differently (first: '%s'); taking the "
+            "ranks of axis '%s' initialised values differently (first: '%s'); taking the "
             "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
             "avoid the broadcast",
             axis.name,
@@ -131,11 +141,17 @@ def _checksum(value: Tensor) -> int:
     """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
     if value.is_meta:
         return 0
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
     total, first = 0, 1
-    for part in bits.split(1 << 22):  # in parts: the positions take memory too
+    for part in _bits(value).split(1 << 22):  # in parts: the positions take memory too
         places = torch.arange(first, first + part.numel(), device=part.device)
         total += int((part.to(torch.int64) * places).sum().item())
         first += part.numel()
     return total % (1 << 63)
+
+
+def _bits(value: Tensor) -> Tensor:
+    """A value as integers, in one row; a view where it is contiguous."""
+    flat = value.detach().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(width[flat.element_size()])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
-from shardwise.lockstep import STEP
+from shardwise.lockstep import SETTINGS, STEP
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -101,6 +102,19 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
     """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
     found = parameters_and_units(roots, ignored, lambda module: unit_of(module) is not None)
     return [one for one in found if isinstance(one, Found)]
+
+
+def own_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Names and values of the buffers below ``roots`` that no inner unit has, but for sparse and
+    distributed ones."""
+    below = modules_below([("", root) for root in roots], lambda one: unit_of(one) is not None)
+    own = [(path, module) for path, module, inner in below if not inner]
+    return [
+        (f"{path}{name}", buffer)
+        for path, module in own
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.layout == torch.strided and type(buffer) is Tensor
+    ]
 
 
 def parameters_and_units(
@@ -270,8 +284,11 @@ def _before_load(
     if unit is not None:
         unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
+        told = f"load_state_dict() of '{unit.name}'"
+        values = f"{told} with values {_sketch(module, state_dict, prefix):08x}"
         for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
-            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}'")
+            axis.journal.add(STEP, told)
+            axis.journal.add(SETTINGS, values)
     _refuse_codes(module, state_dict, prefix)
 
 
@@ -280,6 +297,17 @@ def _after_load(module: nn.Module, keys: Any) -> None:
     unit = unit_of(module)
     if unit is not None and unit.assigns:
         unit.assign()
+
+
+def _sketch(module: nn.Module, state_dict: Any, prefix: str) -> int:
+    """A checksum of some numbers of each whole tensor that is loaded: the same on all ranks."""
+    found = 0
+    for name, _ in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if type(value) in (Tensor, nn.Parameter) and value.is_contiguous() and not value.is_meta:
+            some = value.detach().view(-1)[:: value.numel() // 64 + 1]
+            found = zlib.crc32(some.double().cpu().numpy().tobytes(), found)
+    return found
 
 
 def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:

@@ -29,6 +29,7 @@ from shardwise.train.tokens import (
     MissingExtraError,
     Tokens,
     dtype_for,
+    write_whole,
 )
 
 END = 256  # the symbol that ends a document
@@ -148,8 +149,8 @@ class Pieces:
     @classmethod
     def load(cls, path: Path, vocab_size: int) -> Pieces:
         """Pieces that were learned here and saved."""
-        package = require("tokenizers", "bpe")
-        return cls(package.Tokenizer.from_file(str(path)), f"bpe:{vocab_size}")
+        name = f"bpe:{vocab_size}"
+        return cls(_read_tokenizer(path, name), name)
 
     @classmethod
     def pretrained(cls, path: Path, name: str) -> Pieces:
@@ -160,11 +161,7 @@ class Pieces:
                 f"tokenizer {name!r}: there is no file {file}; give a {FILE} of the `tokenizers` "
                 f"package, or a directory that holds one"
             )
-        package = require("tokenizers", "bpe")
-        try:
-            tokenizer = package.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises its errors as Exception itself
-            raise DataError(f"tokenizer {name!r}: {file} cannot be read ({error})") from None
+        tokenizer = _read_tokenizer(file, name)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # A document that spells a special token is text all the same.
@@ -174,7 +171,7 @@ class Pieces:
         return cls(tokenizer, name, end=_end_of(tokenizer, file, name), beside=beside)
 
     def save(self, path: Path) -> None:
-        self.tokenizer.save(str(path))
+        write_whole(path, self.tokenizer.to_str().encode())
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         texts = [_as_text(document) for document in documents]
@@ -243,12 +240,17 @@ def write_codec(folder: Path, codec: Codec) -> None:
         path = folder / name
         if path.exists() and path.read_bytes() != contents:
             raise DataError(f"{path} is another tokenizer's: choose another directory")
-        path.write_bytes(contents)
+        write_whole(path, contents)
 
 
 def digest_of_codec(codec: Codec) -> str:
     """A digest of the pieces: equal digests mean equal tokens for equal text."""
     return hashlib.sha256(codec.files()[FILE]).hexdigest()
+
+
+def named_in_headers(codec: Codec) -> str:
+    """A codec as headers of token files name it."""
+    return "bytes" if isinstance(codec, Bytes) else f"{FILE}:{digest_of_codec(codec)}"
 
 
 def encode_text(codec: Codec, text: str) -> list[int]:
@@ -294,6 +296,14 @@ def require(package: str, extra: str) -> Any:
 
 
 # ------------------------------------------------------------------------------ pieces
+
+
+def _read_tokenizer(file: Path, name: str) -> Any:
+    package = require("tokenizers", "bpe")
+    try:
+        return package.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises its errors as Exception itself
+        raise DataError(f"tokenizer {name!r}: {file} cannot be read ({error})") from None
 
 
 def _end_of(tokenizer: Any, file: Path, name: str) -> int:

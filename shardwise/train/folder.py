@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import CheckpointError, Manifest, valid_checkpoints
-from shardwise.checkpoint.files import read_small, write_file
+from shardwise.checkpoint.files import read_small
 from shardwise.checkpoint.store import NAME
 from shardwise.checkpoint.values import MAX_JSON_BYTES, parse_json
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
+from shardwise.train.tokens import write_whole
 from shardwise.train.world import launch_name
 
 logger = logging.getLogger(__name__)
@@ -242,10 +243,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write ``config.json``: for people, and for a resume, which takes what was changed there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{CONFIG}.partial"  # the folder has one writer
-        partial.unlink(missing_ok=True)
-        write_file(partial, (json.dumps(config, indent=2) + "\n").encode())
-        partial.replace(folder / CONFIG)
+        write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     except OSError as error:
         raise _not_writable(folder, error) from error
 

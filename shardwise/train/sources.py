@@ -35,6 +35,7 @@ from shardwise.train.codecs import (
     Pieces,
     codec_named,
     digest_of_codec,
+    named_in_headers,
     num_bytes,
     open_codec,
     require,
@@ -272,22 +273,33 @@ def _with_pieces(
     shared = shared_cache() / f"{folder.name}-{require('tokenizers', 'bpe').__version__}"
     if not folder.is_dir():
         with _new_folder(folder) as partial:
-            if shared.is_dir():
+            try:
                 shutil.copytree(shared, partial, dirs_exist_ok=True)
-            else:
+                _cached(partial, codec, len(parts))
+            except (OSError, DataError):  # not there, or some of its files were removed or damaged
                 made = make()
                 if isinstance(made, Pieces):
                     made.save(partial / FILE)
+                named = named_in_headers(made)
                 for number, tokens in enumerate(_encoded(parts, made)):
                     for name, array in zip(_names(number), tokens, strict=True):
-                        count = num_bytes(made, array)
-                        write_tokens(partial / name, array, made.vocab_size, num_bytes=count)
+                        size, count = made.vocab_size, num_bytes(made, array)
+                        write_tokens(partial / name, array, size, num_bytes=count, tokenizer=named)
+                shutil.rmtree(shared, ignore_errors=True)
     if not shared.is_dir():
         with contextlib.suppress(OSError), _new_folder(shared) as partial:  # no room, no home
             shutil.copytree(folder, partial, dirs_exist_ok=True)
-    found = [tuple(open_tokens(folder / name)[0] for name in _names(n)) for n in range(len(parts))]
+    return _cached(folder, codec, len(parts))
+
+
+def _cached(folder: Path, codec: Codec | int, count: int) -> tuple[Codec, TokenParts]:
+    """The codec and the tokens of so many sources in a cache folder."""
     made = Pieces.load(folder / FILE, codec) if isinstance(codec, int) else codec
-    return made, found  # type: ignore[return-value]
+    opened = [open_tokens(folder / name) for n in range(count) for name in _names(n)]
+    if any(header.tokenizer not in (None, named_in_headers(made)) for _, header in opened):
+        raise DataError(f"{folder / FILE} is not what its tokens were made with: remove {folder}")
+    arrays = [tokens for tokens, _ in opened]
+    return made, list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 def shared_cache() -> Path:
@@ -304,8 +316,9 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     try:
         with whole_folder(folder) as partial:
             yield partial
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():  # not another rank that was quicker
+            error.filename = error.filename or str(folder)
             raise
 
 

@@ -45,16 +45,15 @@ from shardwise.train.tokens import (
     TokenWriter,
     open_tokens,
     read_header,
+    write_whole,
 )
 
 logger = logging.getLogger(__name__)
 
 VOLUME = 1 << 24  # tokens
-_BATCH = (
-    1 << 20
-)  # bytes of text that are tokenised at a time, by as many threads as there are cores
+_BATCH = 1 << 20  # bytes of text that are tokenised at a time, by a thread for each core
 _NONE = np.zeros(0, np.uint16)
-_ENDED, _FAILED, _LOCK = "ended", "failed", ".lock"  # files beside the volumes
+_ENDED, _LOCK = "ended", ".lock"  # files beside the volumes
 
 
 @dataclass(kw_only=True)
@@ -68,6 +67,7 @@ class Stream:
     length: int | None = None  # tokens of a volume; None: all rows are one volume
     count: int = 1  # volumes that the run needs
     _mapped: dict[int, Tokens] = field(default_factory=dict)  # the last two
+    _failed: str | None = None  # why this process could not write on
 
     def path(self, volume: int) -> Path:
         return self.folder / (f"train-{volume}.bin" if volume else "train.bin")
@@ -76,14 +76,14 @@ class Stream:
         """The tokens of a volume; waits until it is written."""
         if number >= self.count and not self.path(number).is_file():
             number %= self.count  # a batch that is prepared and never used
-        if (self.folder / _ENDED).is_file():
+        if self._has_ended:
             number %= int((self.folder / _ENDED).read_text())
         if number not in self._mapped:
             began = time.monotonic()
             while not self.path(number).is_file():
-                if (self.folder / _FAILED).is_file():
-                    raise DataError((self.folder / _FAILED).read_text())
-                if (self.folder / _ENDED).is_file():
+                if self._failed is not None:
+                    raise DataError(self._failed)
+                if self._has_ended:
                     return self.volume(number)
                 if time.monotonic() - began > 5:
                     warn_once(logger, "waiting for rows of %s: steps take them faster", self.spec)
@@ -95,12 +95,6 @@ class Stream:
 
     # ------------------------------------------------------------------------------ writing
 
-    def begin(self) -> None:
-        """See that volume 0 is there, and that the others come which the run needs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._write_alone()
-        self.volume(0)
-
     def _write_alone(self) -> None:
         """Write volume 0 if it is not there, and in a thread the others that the run needs, unless
         another writer of this machine is at work."""
@@ -110,8 +104,8 @@ class Stream:
         except OSError:
             lock.close()
             return
-        for left in (*self.folder.glob("*.partial"), self.folder / _FAILED):
-            left.unlink(missing_ok=True)  # of a writer that was killed, or failed
+        for left in self.folder.glob("*.partial"):
+            left.unlink(missing_ok=True)  # of a writer that was killed
         written = self._write()
         if not self.path(0).is_file():
             next(written, None)
@@ -122,9 +116,9 @@ class Stream:
         try:
             for _ in written:
                 pass
-        except Exception as error:  # every rank raises it when it comes to this volume
+        except Exception as error:  # other ranks try it themselves when they come to this volume
             problem = f"{self.spec!r} could not be read on ({type(error).__name__}: {error})"
-            (self.folder / _FAILED).write_text(f"{problem}: resume the run when it can be")
+            self._failed = f"{problem}: resume the run when it can be"
         lock.close()
 
     def _write(self) -> Iterator[int]:
@@ -132,7 +126,7 @@ class Stream:
         done = 0
         while self.path(done).is_file():
             done += 1
-        if done >= self.count or (self.folder / _ENDED).is_file():
+        if done >= self.count or self._has_ended:
             return
         first, at = json.loads(self._mark(done - 1).read_text()) if done else (0, 0)
         train = _File(self.path(done), self.codec)
@@ -152,7 +146,7 @@ class Stream:
                             held.add(next((more for _, one, more in self._rows(row) if one), _NONE))
                         held.close()
                         held = None
-                    self._mark(done).write_text(json.dumps([row, at]))
+                    write_whole(self._mark(done), json.dumps([row, at]).encode())
                     train.close()
                     yield done
                     done += 1
@@ -161,7 +155,7 @@ class Stream:
                     train = _File(self.path(done), self.codec)
                 train.add(tokens[at:])
                 at = 0
-            (self.folder / _ENDED).write_text(str(max(1, done)))
+            write_whole(self.folder / _ENDED, str(max(1, done)).encode())
             if held is not None:  # the dataset is shorter than a volume
                 held.close()
                 held = None
@@ -171,6 +165,11 @@ class Stream:
             for one in (train, held):
                 if one is not None:
                     one.discard()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all rows are written: of a short dataset volume 0 comes after the file."""
+        return (self.folder / _ENDED).is_file() and self.path(0).is_file()
 
     def _mark(self, volume: int) -> Path:
         """The end of a volume: a row, and the number of its tokens that are inside."""
@@ -233,5 +232,7 @@ def open_stream(
         stream.length = min(VOLUME, needed + 1)
     if stream.length is not None and needed is not None and needed > stream.length:
         stream.count = -(-needed // stream.length) + 1  # windows leave out the end of each
-    stream.begin()
+    folder.mkdir(parents=True, exist_ok=True)
+    stream._write_alone()
+    stream.volume(0)
     return stream

@@ -10,10 +10,13 @@ so any number of workers writes the same files. Nothing here imports torch.
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import multiprocessing
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,12 +29,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.train.codecs import (
-    FILE,
     Bytes,
     Codec,
     Pieces,
     codec_named,
-    digest_of_codec,
+    named_in_headers,
     num_bytes,
     open_codec,
     require,
@@ -174,12 +176,17 @@ def _read_rows(work: Work, column: str) -> Iterator[bytes]:
         yield (text or "").encode("utf-8", "replace")
 
 
+_PR_SET_PDEATHSIG = 1
 _codec: Codec | None = None  # of this worker
 _column = ""
 
 
 def _start_worker(codec: str | Codec, column: str) -> None:
     global _codec, _column
+    if sys.platform == "linux":  # a worker whose parent was killed would wait forever
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != multiprocessing.parent_process().pid:  # type: ignore[union-attr]
+            os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for every core
     _codec = saved_codec(Path(codec)) if isinstance(codec, str) else codec
     _column = column
@@ -202,7 +209,10 @@ def _encoded(
     waiting: deque[tuple[Work, Future[tuple[Tokens, int, int]]]] = deque()
     try:
         for piece in pieces:
+            # Workers start here, and never see Ctrl-C: one might hold the lock of a queue then.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             waiting.append((piece, executor.submit(_encode, piece)))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if len(waiting) >= 4 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -250,12 +260,11 @@ def tokenise(
         codec = Pieces.train(texts, codec_named(tokenizer)[1])
     folder = out.parent if single else out
     folder.mkdir(parents=True, exist_ok=True)
-    named = "bytes"
     if not isinstance(codec, Bytes):
         write_codec(folder, codec)
-        named = f"{FILE}:{digest_of_codec(codec)}"
     setup = (codec if isinstance(codec, Bytes) else str(folder), column)
-    writer = TokenWriter(out if single else out / "tokens.bin", codec.vocab_size, tokenizer=named)
+    named, path = named_in_headers(codec), out if single else out / "tokens.bin"
+    writer = TokenWriter(path, codec.vocab_size, tokenizer=named)
     num_texts = num_read = 0
     try:
         with _progress() as progress:

@@ -16,6 +16,7 @@ last tokens are checked, and every token as it is drawn (:mod:`shardwise.train.s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -113,8 +114,22 @@ class TokenWriter:
 
     def discard(self) -> None:
         """Remove what was not published."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk takes no buffered bytes
+            self._file.close()
         self._partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file, which has its name from when all of it is on the disk."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_tokens(

@@ -152,6 +152,31 @@ def test_units_called_in_another_order_or_not_at_all(strategy: str) -> None:
     run_ranks(planned, ranks_for(strategy), strategy, plans)
 
 
+class WritesOutputs(nn.Module):
+    """Writes to what its units return: views, for a linear reshapes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x.unsqueeze(0))
+            y += x
+            x = y.relu_().squeeze(0)
+        return x
+
+
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_outputs_that_are_written_in_place(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(WritesOutputs)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for _ in range(2):
+        check(net, plain, vector_loss, rank, world_size, before)
+
+
 @on_ranks(2)
 def test_units_left_out_of_the_very_first_forward(rank: int, world_size: int) -> None:
     planned(rank, world_size, "zero3", ((1,), (0, 1, 2)))

@@ -28,15 +28,19 @@ def wrapped_with_seed(
 ) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(0 if alike else rank)
     net = Net()
+    for module in (net.blocks[1].up, net):  # random features, and a mask
+        module.register_buffer("features", torch.randn(3, 2, dtype=torch.complex64))
+        module.register_buffer("mask", torch.rand(7) > 0.5, persistent=False)
     with torch.no_grad():  # one parameter agrees everywhere
         net.head.bias.fill_(0.5)
-    own = {name: value.detach().clone() for name, value in net.named_parameters()}
+    own = {n: v.detach().clone() for n, v in (*net.named_parameters(), *net.named_buffers())}
     notes = Notes()
     logger = logging.getLogger("shardwise")
     logger.addHandler(notes)
     try:
         wrap(net, world_size, strategy)
         values = {name: full(value).clone() for name, value in net.named_parameters()}
+        values |= {name: value.clone() for name, value in net.named_buffers()}
         with torch.no_grad():
             output = net(words(0))
         word_loss(net, rank).backward()

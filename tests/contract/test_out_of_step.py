@@ -417,8 +417,9 @@ def test_optimizers_that_step_apart_are_named(
 
 @on_ranks(2, fresh=True)
 def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_size: int) -> None:
-    """Another rate, perhaps of a schedule that looks at this rank's loss; another clip; a load on
-    one rank; a save while a step is missing on one rank. A load on every rank ends it."""
+    """Another rate, perhaps of a schedule that looks at this rank's loss; another clip; a load of
+    other values, or on one rank; a save while a step is missing on one rank. A load on every rank
+    ends it."""
     net = wrap(Skipping(), world_size, "zero3")
     shared: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
@@ -440,6 +441,11 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
         assert expected in message and "rank 0 ran" in message, message
         net.reset_iter_state()
         sw.load(f"{shared[0]}/begin", net)
+    net.load_state_dict({name: value + rank for name, value in plain.items()})
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    assert "rank 1 ran load_state_dict() of 'Skipping' with values" in message, message
+    net.reset_iter_state()
+    sw.load(f"{shared[0]}/begin", net)
     if rank == 0:
         net.load_state_dict(plain)
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)

@@ -4,6 +4,7 @@ adapters alone in state dicts."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.nn.utils import parametrize
 
 import shardwise as sw
 from tests.contract.helpers import assert_close
@@ -184,6 +186,64 @@ def check_peft(rank: int, world_size: int, folder: str) -> None:
         assert not torch.allclose(tiny_llama()(words).logits, expected)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(model(words).logits, expected)
+
+
+class Around(nn.Module):
+    """An adapter as peft's ``target_parameters`` puts it around the weights of experts: a
+    parametrization that is there during forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.lora = nn.Linear(6, 6)
+        self.last = parametrize.register_parametrization(nn.Linear(6, 6), "weight", Cubed())
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = Added(self.lora.weight)
+        parametrize.register_parametrization(self.base, "weight", more)
+        y = self.last(self.base(self.lora(x)))
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return y  # type: ignore[no-any-return]
+
+
+class Added(nn.Module):
+    def __init__(self, more: Tensor) -> None:
+        super().__init__()
+        self.more = (more,)  # no parameter of this module
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.more[0]
+
+
+class Cubed(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight**3
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return value.sign() * value.abs() ** (1 / 3)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_parametrizations_around_a_forward_and_values_for_them(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(Around(), Around())
+    plain = copy.deepcopy(net)
+    for block in net:
+        sw.fully_shard(block, placements=STRATEGIES[strategy])
+    sw.fully_shard(net, placements=STRATEGIES[strategy])
+    for model in (net, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[0].last.weight = torch.eye(6)
+    ours = dict(net.named_parameters())
+    for name, value in plain.named_parameters():
+        assert_close(ours[name].full_tensor(), value, name)
 
 
 @pytest.mark.timeout(SECONDS + 60)

@@ -535,6 +535,11 @@ def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
     assert np.array_equal(second, whole.train[901:1802]) and len(datasets) == asked + 1
     # The last volume is not full: the dataset begins anew.
     assert np.array_equal(again.volumes(len(whole.train) // 901), again.train)
+    # Killed when all rows were read, before the volume had its name.
+    (folder,) = (tmp_path / "whole").iterdir()
+    (folder / "train.bin").unlink()
+    remade = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "whole")
+    assert np.array_equal(remade.train, whole.train)
     with pytest.raises(DataError, match="a dataset is read alone"):
         load_corpus("hf:rows:0.5,stdlib:0.5", cache=tmp_path)
 

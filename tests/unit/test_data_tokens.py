@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import hashlib
 import json
-from collections.abc import Callable
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +22,22 @@ from hypothesis import strategies as st
 
 from shardwise.train import tokenise
 from shardwise.train import tokens as module
-from shardwise.train.codecs import Bytes, Pieces, codec_named, require
+from shardwise.train.codecs import (
+    FILE,
+    Bytes,
+    Pieces,
+    codec_named,
+    require,
+    saved_codec,
+    write_codec,
+)
+from shardwise.train.sources import load_corpus, shared_cache
 from shardwise.train.tokens import (
     HEADER_BYTES,
     MAGIC,
     DataError,
     MissingExtraError,
+    TokenWriter,
     open_tokens,
     read_header,
     write_tokens,
@@ -301,6 +317,68 @@ def test_any_number_of_workers_makes_the_same_tokens(
         tokenise.tokenise([str(tmp_path)], tmp_path / "two")
     with pytest.raises(DataError, match="train --data hf:NAME reads datasets"):
         tokenise.tokenise(["hf:x"], tmp_path / "three")
+
+
+def test_caches_that_were_cleaned_or_damaged_are_made_again(tmp_path: Path) -> None:
+    """What earlier runs left may be removed file by file, or rot."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text").write_bytes(b"the fox and the dog, " * 99)
+    options = {"spec": str(tmp_path / "text"), "tokenizer": "bpe:283"}
+    first = load_corpus(**options, cache=tmp_path / "first")
+    (left,) = shared_cache().glob("bpe-283-*")
+    damages: list[Callable[[], object]] = [
+        (left / "held_out.bin").unlink,
+        partial((left / FILE).write_bytes, Pieces.train([b"other text " * 9], 260).files()[FILE]),
+        partial((left / "train.bin").write_bytes, b""),
+    ]
+    for number, damage in enumerate(damages):
+        damage()
+        again = load_corpus(**options, cache=tmp_path / f"{number}")
+        assert np.array_equal(again.train, first.train)
+        assert again.codec is not None and first.codec is not None
+        assert again.codec.files() == first.codec.files()
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text = tmp_path / "text"
+    text.write_bytes(b"the fox and the dog, " * 99)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_codec(tmp_path, Bytes())
+        writer = TokenWriter(tmp_path / "tokens.bin", 257)
+        with pytest.raises(OSError, match="too large"):
+            writer.add(np.zeros(1 << 16, np.uint16))
+        writer.discard()
+        with pytest.raises(OSError, match=r"too large: .*bpe-281-"):
+            load_corpus(str(text), tokenizer="bpe:281", cache=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [text]
+    write_codec(tmp_path, Bytes())
+    assert isinstance(saved_codec(tmp_path), Bytes)
+
+
+class Watched(Bytes):
+    """Tells what signals do to the worker that it encodes in."""
+
+    def encode(self, documents: Sequence[bytes]) -> Any:
+        dies_with_parent = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(dies_with_parent))
+        hears = signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return np.array([hears, dies_with_parent.value], np.uint16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_workers_end_with_their_parent_and_leave_interrupts_to_it(tmp_path: Path) -> None:
+    """One that Ctrl-C ended with a queue's lock in its hands let the command wait forever."""
+    (tmp_path / "a.txt").write_text("x")
+    work = tokenise.work_of([str(tmp_path)], "text")
+    ((_, (tokens, *_)),) = tokenise._encoded(work, 1, (Watched(), "text"))
+    assert tokens.tolist() == [False, signal.SIGKILL]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
