@@ -21,10 +21,9 @@ def keep_one_product() -> None:
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     torch.backends.mkldnn.set_flags(False)
-    if hasattr(torch.library, "get_kernel"):  # of newer versions of torch
-        with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-            for name in ("mm", "bmm", "addmm", "baddbmm"):
-                _products.impl(name, _widened(name), "CPU", with_keyset=True)
+    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+        for name in ("mm", "bmm", "addmm", "baddbmm"):
+            _products.impl(name, _widened(name), "CPU", with_keyset=True)
 
 
 _products = torch.library.Library("aten", "IMPL")
