@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import notices
-from tests.ranks import keep_one_product, shut_down
+from tests.products import keep_one_product
+from tests.ranks import shut_down
 
 # Files that take twenty seconds or more: workers that share the files (`make test`) would wait for
 # the last of them.

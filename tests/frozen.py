@@ -4,7 +4,7 @@ collection in a rank does not touch, and thereby copy, their memory."""
 
 import gc
 
-from tests.ranks import keep_one_product
+from tests.products import keep_one_product
 
 keep_one_product()
 gc.collect()

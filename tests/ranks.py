@@ -55,7 +55,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
@@ -67,6 +66,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import notices
+from tests.products import keep_one_product
 
 T = TypeVar("T")
 
@@ -377,36 +377,6 @@ def _serve(
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
             _collect_garbage()
-
-
-@functools.cache
-def keep_one_product() -> None:
-    """Where the CPU has no bf16, leave oneDNN out from the beginning: torch leaves it out from the
-    first product of bf16 matrices on, and later fp32 products have other bits. What torch takes
-    instead is 200 times slower than a product in fp32: products of bf16 matrices are computed in
-    fp32 there and rounded once."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-    torch.backends.mkldnn.set_flags(False)
-    if hasattr(torch.library, "get_kernel"):  # torch 2.11 has none
-        with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-            for name in ("mm", "bmm", "addmm", "baddbmm"):
-                _products.impl(name, _widened(name), "CPU", with_keyset=True)
-
-
-_products = torch.library.Library("aten", "IMPL")
-
-
-def _widened(name: str) -> Callable[..., Any]:
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-
-    def product(keys: Any, *args: Any, **options: Any) -> Any:
-        if args[-1].dtype != torch.bfloat16:
-            return kernel.call_boxed(keys, *args, **options)
-        wide = (one.float() for one in args)
-        return kernel.call_boxed(keys, *wide, **options).to(torch.bfloat16)
-
-    return product
 
 
 def _share_gloo_thread() -> None:

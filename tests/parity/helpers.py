@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import comm
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.whole import whole_parameters, whole_state
@@ -127,7 +126,3 @@ def assert_close_to_reference(
         )
     assert len(losses) == STEPS * microbatches
     torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-5)
-
-
-def record_of(calls: list[comm.Call]) -> list[tuple[str, str, int]]:
-    return [(call.operation, call.axis, call.nbytes) for call in calls]

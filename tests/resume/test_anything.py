@@ -39,6 +39,7 @@ TARGETS = [
     ("zero3", 4, "tensor"),
     ("zero0", 3, None),
     ("zero1", 2, "element"),
+    ("zero2", 4, None),
     ("hsdp", 4, None),
     ("hfsdp", 4, "tensor"),
     ("plain", 2, None),

@@ -20,16 +20,16 @@ from tests.unit.test_plan import BF16, MESHES, facts, small
 
 @pytest.mark.parametrize("strategy", MESHES)
 def test_a_dry_run_of_the_real_code_says_the_same(strategy: str) -> None:
-    for precision in (None, BF16, sw.Precision(weights="bf16")):
-        for microbatches in (1, 3):
-            options: dict[str, Any] = {"precision": precision, "microbatches": microbatches}
-            planned = plan(small(), MESHES[strategy], strategy, **options)
-            measured = dry_run(small(), MESHES[strategy], strategy, rank=3, **options)
-            assert facts(measured) == facts(planned), (precision, microbatches)
-            # not only the peak: every acquisition and release, in order
-            steps = [made.timeline for made in (planned, measured)]
-            assert steps[0] == steps[1] and len(steps[0]) >= 4
-            assert planned.peak_total > sum(planned.rest.values())
+    wire = sw.Precision(weights="bf16")
+    for precision, microbatches in ((None, 3), (BF16, 1), (wire, 3)):
+        options: dict[str, Any] = {"precision": precision, "microbatches": microbatches}
+        planned = plan(small(), MESHES[strategy], strategy, **options)
+        measured = dry_run(small(), MESHES[strategy], strategy, rank=3, **options)
+        assert facts(measured) == facts(planned), (precision, microbatches)
+        # not only the peak: every acquisition and release, in order
+        steps = [made.timeline for made in (planned, measured)]
+        assert steps[0] == steps[1] and len(steps[0]) >= 4
+        assert planned.peak_total > sum(planned.rest.values())
 
 
 @pytest.mark.parametrize("reshard", [True, False, 4])
@@ -49,7 +49,7 @@ def test_a_dry_run_of_the_reference_model_agrees(experts: int, recompute: Any) -
         with torch.device("meta"):
             return GPT(config)
 
-    strategies = ("zero1", "zero3", "hfsdp", "hsdp", "zero0")
+    strategies = ("zero0", "zero1", "hfsdp") if experts else ("zero0", "zero3", "hsdp")
     for strategy in strategies if recompute == "none" else ("zero3",):
         options: dict[str, Any] = {"precision": BF16, "microbatches": 2, "optimizer": "muon"}
         planned = plan(build(), MESHES[strategy], strategy, rank=5, **options)

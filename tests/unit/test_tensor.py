@@ -189,7 +189,7 @@ def check_load(rank: int, world_size: int, *case: Any) -> None:
             assert tensor.version.count > versions[name]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_checkpoint_round_trip_and_reshard(case: tuple[Any, ...], tmp_path: Path) -> None:
     run_case(check_save, case, str(tmp_path))
     # what is on disk is each element once
