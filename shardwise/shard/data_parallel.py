@@ -108,6 +108,8 @@ def data_parallel(
     found, stored = job.found, job.stored
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     job.homes, problems = _homes(found, meshes, mesh)
+    for pattern in meshes if isinstance(meshes, Mapping) else ():  # ranks have other experts
+        job.buffers = [(name, one) for name, one in job.buffers if not _matches(name, pattern)]
     problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
     problems += precision.unmatched([f.name for f in found])

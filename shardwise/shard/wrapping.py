@@ -285,10 +285,15 @@ def _before_load(
         unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
         told = f"load_state_dict() of '{unit.name}'"
-        values = f"{told} with values {_sketch(module, state_dict, prefix):08x}"
+        sketches = _sketches(unit, module, state_dict, prefix)
         for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
             axis.journal.add(STEP, told)
-            axis.journal.add(SETTINGS, values)
+            mine = [
+                one
+                for one, group in zip(sketches, unit.groups, strict=True)
+                if axis in group.ranks.axes
+            ]
+            axis.journal.add(SETTINGS, f"{told} with values {zlib.crc32(repr(mine).encode()):08x}")
     _refuse_codes(module, state_dict, prefix)
 
 
@@ -299,14 +304,19 @@ def _after_load(module: nn.Module, keys: Any) -> None:
         unit.assign()
 
 
-def _sketch(module: nn.Module, state_dict: Any, prefix: str) -> int:
-    """A checksum of some numbers of each whole tensor that is loaded: the same on all ranks."""
-    found = 0
-    for name, _ in module.named_parameters():
-        value = state_dict.get(prefix + name)
-        if type(value) in (Tensor, nn.Parameter) and value.is_contiguous() and not value.is_meta:
-            some = value.detach().view(-1)[:: value.numel() // 64 + 1]
-            found = zlib.crc32(some.double().cpu().numpy().tobytes(), found)
+def _sketches(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> list[int]:
+    """For each group a checksum of some numbers of each whole tensor that is loaded: the same on
+    the ranks of the group, which may not be those of another (experts)."""
+    numbers = {(id(parameters), name): number for parameters, name, number, _ in unit.places}
+    found = [0] * len(unit.groups)
+    for path, inner in module.named_modules():
+        for name in inner._parameters:
+            number = numbers.get((id(inner._parameters), name))
+            value = state_dict.get(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
+            whole = type(value) in (Tensor, nn.Parameter) and value.is_contiguous()
+            if number is not None and whole and not value.is_meta:
+                some = value.detach().view(-1)[:: value.numel() // 64 + 1]
+                found[number] = zlib.crc32(some.double().cpu().numpy().tobytes(), found[number])
     return found
 
 

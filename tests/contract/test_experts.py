@@ -80,6 +80,24 @@ def test_spread_experts_are_not_wrapped_with_the_rest(rank: int, world_size: int
 
 
 @on_ranks(2)
+def test_ranks_keep_values_of_their_own_experts(rank: int, world_size: int) -> None:
+    """One unit, and every rank has other experts: loaded values and buffers of these differ."""
+    mesh = grid(1, world_size)
+    net = spread_net(mesh)
+    kept = io.BytesIO()
+    torch.save(net.state_dict(), kept)  # plain tensors come back
+    kept.seek(0)
+    meshes = {"*.experts": mesh["dp"]}
+    net.moe.experts.register_buffer("seen", torch.full((2,), float(rank)), persistent=False)
+    sw.data_parallel(net, mesh=mesh_of(world_size), placements=sw.zero(1), meshes=meshes)
+    assert net.moe.experts.seen.tolist() == [rank, rank]
+    net.load_state_dict(torch.load(kept))
+    optimizer = sw.optimizer(net, matrix=sw.muon(lr=0.1), elementwise=sw.adamw(lr=0.1))
+    net(batch(0, rank, world_size)).backward()
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_ranks_with_other_experts_do_not_share_a_mesh(rank: int, world_size: int) -> None:
     """Without an axis only the ranks together can tell that they hold different experts."""
     mlp = GroupedMLP(4, 8, 8, activation=swiglu())
