@@ -117,9 +117,11 @@ class Call:
         # Autograd runs what came last first: all that this forward has recorded comes after the
         # hook, also what leads to tensors that it left elsewhere (losses in a list).
         tensor.grad_fn._set_sequence_nr(_sequence_nr())  # type: ignore[union-attr,attr-defined]
-        # Whoever writes to a view (x = linear(x); x += y) takes its node, and the hook, away.
+        # Whoever writes to a view (x = linear(x); x += y) takes its node, and the hook, away. What
+        # the forward was given, and returns, has a base from before the gate's node.
         base: Any = tensor._base
-        if base is not None and not base.is_leaf and base.grad_fn._sequence_nr() >= self.begun:
+        own = self.begun + self.gated
+        if base is not None and not base.is_leaf and base.grad_fn._sequence_nr() >= own:
             base.register_hook(partial(_open, self))
         return True
 
