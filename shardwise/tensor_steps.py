@@ -280,8 +280,8 @@ for _types in (_optimizer_foreach_types, _foreach_types):
 
 
 def _set_parametrized(dest: Tensor, src: Tensor) -> None:
-    """Of a parametrization that is assigned to, registered, or (by peft, around each forward)
-    registered and removed again."""
+    """Write a value to the parameter below a parametrization, when somebody assigns to the
+    parametrized name, or registers and removes it (peft does, around each forward)."""
     if type(dest) is ShardedTensor:
         dest.copy_(src)
     elif dest is not src:

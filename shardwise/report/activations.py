@@ -112,7 +112,7 @@ def _storages(
 
 
 def _kind(value: Any) -> Any:
-    """What the shape of a result depends on; None where that is not known."""
+    """The facts that the shape of a result depends on; None where they are not known."""
     if isinstance(value, Tensor):
         plain = value.is_meta and type(value) in (Tensor, nn.Parameter)
         return (value.shape, value.stride(), value.dtype) if plain else None

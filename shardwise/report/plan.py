@@ -68,7 +68,7 @@ class Plan(Figures):
     """``str(plan)`` is for people, ``as_dict`` for the page of a run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What the page shows, as JSON can hold it."""
+        """The figures that the page shows, as JSON can hold them."""
         return {
             "num_parameters": self.num_parameters,
             "activations": None if self.followed is None else self.activations,
