@@ -146,8 +146,7 @@ class Engine:
     def _step(
         self, forward: Callable[[], Tensor], count: int
     ) -> tuple[dict[Moment, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
-        """Microbatches between the first and the last are alike: one of them is run, and counted
-        as often as it comes."""
+        """One step; of the microbatches between first and last one is run for all."""
         phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
             for built in self.units:
@@ -183,8 +182,7 @@ class Engine:
         return following(self.root.owner.module, self.follower, self.ledger)
 
     def _update(self) -> None:
-        """Step like an optimizer, as far as buffers and ranks can tell: write the weights that have
-        gradients, and drop the gradients."""
+        """Step as far as buffers and ranks can tell: write trained weights and drop gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self.groups:
@@ -227,8 +225,7 @@ def build(
     ledger: Ledger,
     in_model: bool,
 ) -> Engine:
-    """The units of ``rank`` at rest, outer before inner, with their runtime. ``in_model``: whether
-    they put their parameters into the modules."""
+    """The units of ``rank`` at rest, outer first. ``in_model``: modules get their parameters."""
     over = {ep: _ranks(options, rank, ep) for ep in {1, options.ep}}
     with META:
         units = [

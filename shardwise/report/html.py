@@ -39,10 +39,7 @@ EVENTS = "events.jsonl"
 
 
 def write_report(run_directory: str | Path) -> Path:
-    """Write ``report.html``, and ``loss.svg`` where there is a loss, into a run's directory.
-
-    Returns the path of the page.
-    """
+    """Write ``report.html`` (its path is returned), and ``loss.svg`` where there is a loss."""
     folder = Path(run_directory)
     path = folder / EVENTS
     events, notes = _read(path)

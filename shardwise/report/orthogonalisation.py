@@ -2,7 +2,7 @@
 """A matrix optimizer's plan over all ranks: work, balance, momenta, who sends most.
 
 A matrix has one owner, so with fewer matrices than ranks some have nothing to do, and the step
-takes as long as the busiest: that is the balance. The collectives are those that one rank issued.
+takes as long as the busiest: that is the balance.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
-from shardwise.comm import Call
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.ownership import Ownership
@@ -26,7 +25,7 @@ Figures = Mapping[tuple[int, int], int]  # by (replica, rank on the shard axis)
 
 @dataclass(frozen=True, kw_only=True)
 class Orthogonalisation:
-    """The work of one optimizer step, over all ranks, and the collectives of one of them."""
+    """The work of one optimizer step, over all ranks."""
 
     num_matrices: int
     num_ranks: int
@@ -35,12 +34,9 @@ class Orthogonalisation:
     idlest: int
     balance: float  # 1.0: every rank computes as long as the busiest one
     num_whole: int  # matrices that lie whole on one rank
-    calls: Counter[Call] = field(repr=False, default_factory=Counter)
 
 
-def orthogonalisation(
-    groups: Sequence[MatrixGroup], calls: Counter[Call], num_ranks: int
-) -> Orthogonalisation:
+def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:
     flops = summed([by_rank(group.sharding, _flops(group), num_ranks) for group in groups])
     loads = summed([by_rank(group.sharding, ownership(group).loads, num_ranks) for group in groups])
     busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
@@ -52,7 +48,6 @@ def orthogonalisation(
         busiest=flops[busiest],
         idlest=flops[idlest],
         balance=sum(loads) / (loads[busiest] * num_ranks) if loads[busiest] else 1.0,
-        calls=calls,
     )
 
 
@@ -76,8 +71,7 @@ def num_holders(sharding: Sharding) -> int:
 
 
 def by_rank(sharding: Sharding, figures: Figures, num_ranks: int) -> list[int]:
-    """The figure of every rank of the world; neighbours that hold different experts have the
-    same."""
+    """The figure of every rank; neighbours that hold different experts have the same."""
     places = ranks_by(sharding.sizes, sharding.sharded)
     own = [figures.get(place, 0) for place in places]
     return [figure for figure in own for _ in range(num_ranks // len(own))]

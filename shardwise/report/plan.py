@@ -42,16 +42,14 @@ from shardwise.report.orthogonalisation import (
 )
 from shardwise.report.planned import (
     OPTIMIZERS,
-    Figures,
     Mesh,
     Options,
+    Plan,
     PlannedGroup,
     PlannedUnit,
     as_placements,
 )
-from shardwise.report.shard_map import shard_map
 from shardwise.report.suggest import largest, suggest
-from shardwise.report.table import plan_text
 from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
 from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.call import map_tensors
@@ -61,27 +59,6 @@ from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
 
 TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(Figures):
-    """``str(plan)`` is for people, ``as_dict`` for the page of a run."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures that the page shows, as JSON can hold them."""
-        return {
-            "num_parameters": self.num_parameters,
-            "activations": None if self.followed is None else self.activations,
-            "rest": self.rest,
-            "loaded": self.loaded,
-            "optimizer_bytes": self.optimizer_bytes,
-            "total": self.total,
-            "shard_map": shard_map(self),
-            "text": plan_text(self),
-        }
-
-    def __str__(self) -> str:
-        return plan_text(self)
 
 
 def plan(
@@ -355,9 +332,7 @@ class _Step:
                 source="plan",
                 units=units,
                 optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-                matrices=orthogonalisation(matrix_groups, found.exchanged, ranks)
-                if matrix_groups
-                else None,
+                matrices=orthogonalisation(matrix_groups, ranks) if matrix_groups else None,
                 divisions={
                     one.name: division
                     for one in self.routes
@@ -422,8 +397,7 @@ def _planned_group(
 
 
 def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
-    """Optimizer state on each rank. Where replicas divide the matrices, the state of a matrix is
-    on one of them."""
+    """Optimizer state on each rank; where replicas divide matrices, on one of them."""
     states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
     divided = [group for group in engine.matrix_groups if group.divides]
     found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]

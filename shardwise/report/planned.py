@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -158,10 +158,8 @@ class PlannedGroup:
     trainable: bool
 
     def state_bytes(self, states: tuple[int, int]) -> list[int]:
-        """Bytes of optimizer state beside each shard; padding has none.
-
-        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
-        """
+        """Bytes of optimizer state beside each shard; ``states``: tensors per matrix, and per other
+        one."""
         per_shard = [0] * self.layout.num_shards
         for index, matrix in enumerate(self.matrices if self.trainable else ()):
             width = states[0 if matrix else 1] * self.dtype.itemsize
@@ -236,7 +234,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures(Measured):
+class Plan(Measured):
     """Bytes per rank and collectives per step. ``optimizer_bytes`` come on top of what was
     measured: the state on the rank that holds most."""
 
@@ -288,7 +286,7 @@ class Figures(Measured):
         """All collectives of a step: of forward and backward, of the matrix optimizer (on the rank
         that sends most), and of routing."""
         known = self.calls + self.traffic.known
-        known += self.matrices.calls if self.matrices else Counter()
+        known += self.exchanged if self.matrices else Counter()
         kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}
         for calls, even in ((known, False), (self.traffic.even, True)):
             for call, count in calls.items():
@@ -336,6 +334,26 @@ class Figures(Measured):
                     tuple(a + b for a, b in zip(held, planes, strict=True)),
                 )
         return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures that the page of a run shows, as JSON can hold them."""
+        from shardwise.report.shard_map import shard_map
+
+        return {
+            "num_parameters": self.num_parameters,
+            "activations": None if self.followed is None else self.activations,
+            "rest": self.rest,
+            "loaded": self.loaded,
+            "optimizer_bytes": self.optimizer_bytes,
+            "total": self.total,
+            "shard_map": shard_map(self),
+            "text": str(self),
+        }
+
+    def __str__(self) -> str:
+        from shardwise.report.table import plan_text
+
+        return plan_text(self)
 
 
 def as_placements(value: Placements | str) -> Placements:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.layout import rows_text
-from shardwise.report.planned import Figures, PlannedUnit
+from shardwise.report.planned import Plan, PlannedUnit
 from shardwise.report.svg import (
     PALETTE,
     WIDTH,
@@ -34,7 +34,7 @@ MAX_UNITS = 24
 ROW, ROW_GAP = 20, 3
 
 
-def shard_map(plan: Figures) -> dict[str, Any]:
+def shard_map(plan: Plan) -> dict[str, Any]:
     """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
     rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
     return {
@@ -77,7 +77,7 @@ def chosen_shards(num_shards: int) -> list[int]:
     return [*range(MAX_ROWS - 1), num_shards - 1]
 
 
-def rows_of(plan: Figures, ep: int) -> list[tuple[int, str]]:
+def rows_of(plan: Plan, ep: int) -> list[tuple[int, str]]:
     """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
     main, mesh = plan.options.placements.main, plan.mesh.without(ep)
     shards, ranks = mesh.num_shards(main), plan.mesh.num_ranks
@@ -96,7 +96,7 @@ def rows_of(plan: Figures, ep: int) -> list[tuple[int, str]]:
     ]
 
 
-def map_text(plan: Figures, width: int = 72) -> str:
+def map_text(plan: Plan, width: int = 72) -> str:
     """Strips to scale, for every kind of unit."""
     rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
     margin = max(len(label) for every in rows.values() for _, label in every)

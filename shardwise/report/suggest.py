@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.placements import SHARD, STRATEGIES
 from shardwise.precision import Precision
-from shardwise.report.planned import Figures, Mesh, Options
+from shardwise.report.planned import Mesh, Options, Plan
 from shardwise.words import size_text
 
 MAX_RANKS = 1 << 16
@@ -49,7 +49,7 @@ def largest(total: Callable[[int], int], memory: int, first: int, none: int = 0)
     return low
 
 
-def suggest(plan: Figures, again: Callable[..., Figures]) -> list[str]:
+def suggest(plan: Plan, again: Callable[..., Plan]) -> list[str]:
     """Sentences for the first change of each kind that fits, then for the best that does not."""
     options = plan.options
     assert options.memory is not None

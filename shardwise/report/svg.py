@@ -256,7 +256,6 @@ class Key:
     name: str
     colour: str
     hatched: bool = False
-    dashed: bool = False
 
 
 @dataclass
@@ -281,13 +280,9 @@ def draw_title(canvas: Canvas, title: str, subtitle: str, keys: Sequence[Key] = 
         at += 20
         x = 16.0
         for key in row:
-            if key.dashed:
-                dashes = {"stroke": key.colour, "stroke_width": 2, "stroke_dasharray": "4 3"}
-                canvas.line(x, at - 4, x + 14, at - 4, **dashes)
-            else:
-                fill = "url(#waiting)" if key.hatched else key.colour
-                fill = "url(#padding)" if key.name == "padding" else fill
-                canvas.rect(x, at - 10, 12, 12, fill=fill, rx=2)
+            fill = "url(#waiting)" if key.hatched else key.colour
+            fill = "url(#padding)" if key.name == "padding" else fill
+            canvas.rect(x, at - 10, 12, 12, fill=fill, rx=2)
             canvas.text(x + 18, at, key.name, size=12)
             x += _key_width(key)
     return at + 14

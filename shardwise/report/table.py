@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.report.orthogonalisation import Orthogonalisation
-from shardwise.report.planned import Figures
+from shardwise.report.planned import Plan
 from shardwise.report.shard_map import map_text
 from shardwise.words import aligned, count_text, flops_text, size_text
 
@@ -32,7 +32,7 @@ def _table(title: str, headers: Row, rows: Sequence[Row], note: str = "") -> lis
     return [*lines, f"  ({note})"] if note else lines
 
 
-def heading(plan: Figures) -> list[str]:
+def heading(plan: Plan) -> list[str]:
     options = plan.options
     microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
     share = 100 * plan.padding / plan.num_elements
@@ -49,7 +49,7 @@ def heading(plan: Figures) -> list[str]:
     ]
 
 
-def verdict(plan: Figures) -> list[str]:
+def verdict(plan: Plan) -> list[str]:
     """Does it fit, and what to change."""
     memory = plan.options.memory
     if memory is None:
@@ -67,7 +67,7 @@ def verdict(plan: Figures) -> list[str]:
     ]
 
 
-def _bytes(plan: Figures) -> list[str]:
+def _bytes(plan: Plan) -> list[str]:
     kinds = [kind for kind in KINDS if kind in plan.peak]
     kinds += [kind for kind in plan.peak if kind not in KINDS]
     rows = [
@@ -101,13 +101,13 @@ def _bytes(plan: Figures) -> list[str]:
     )
 
 
-def _batch_text(plan: Figures) -> str:
+def _batch_text(plan: Plan) -> str:
     assert plan.options.batch is not None
     sequences, length = plan.options.batch
     return f"activations of {sequences} x {length} tokens"
 
 
-def _weights(plan: Figures) -> list[str]:
+def _weights(plan: Plan) -> list[str]:
     rows = [
         (
             f"stored as {name}",
@@ -129,7 +129,7 @@ def _weights(plan: Figures) -> list[str]:
     )
 
 
-def _collectives(plan: Figures) -> list[str]:
+def _collectives(plan: Plan) -> list[str]:
     rows = [
         (
             f"{one.operation} over {one.axis} ({one.size} ranks)"
@@ -161,7 +161,7 @@ def _orthogonalisation(work: Orthogonalisation) -> list[str]:
     return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows)
 
 
-def plan_text(plan: Figures, *, shard_map: bool = False) -> str:
+def plan_text(plan: Plan, *, shard_map: bool = False) -> str:
     """Plain text, aligned, for logs and ``print``."""
     lines = heading(plan) + _bytes(plan) + _weights(plan) + _collectives(plan)
     if plan.matrices is not None:

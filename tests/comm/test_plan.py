@@ -219,14 +219,14 @@ def assert_exchanged(
         of_rank = plan(model, shape, strategy, rank=rank, **options)
         assert facts == facts_of(of_rank), (rank, strategy)
         assert of_rank.matrices is not None
-        assert calls == of_rank.matrices.calls and calls, coordinate
+        assert calls == of_rank.exchanged and calls, coordinate
         sent[coordinate] = calls
         every = (Counter(calls) + Counter(facts["calls"])).items()
         most = max(most, sum(call.wire_bytes * count for call, count in every))
         assert sum(call.received_bytes * count for call, count in every) == sum(
             call.wire_bytes * count for call, count in every
         ), "who sends a matrix on one leg gets it on the other"
-    assert made.matrices is not None and made.matrices.calls in sent.values()
+    assert made.matrices is not None and made.exchanged in sent.values()
     assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)
     assert made.matrices.total > 0
     assert sum(one.wire_bytes for one in made.collectives) == most
@@ -247,7 +247,7 @@ def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
     made = assert_exchanged("zero0", 4, "single", **early)
     assert [type(one) for one in made.divisions.values()] == [Evenly]
     assert made.matrices is not None
-    assert {call.operation for call in made.matrices.calls} == {"all_to_all", "all_gather"}
+    assert {call.operation for call in made.exchanged} == {"all_to_all", "all_gather"}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_step_that_gathers_is_planned_to_the_byte(
         model = MODELS[model_name]()
     together = plan(model, {"dp": world_size}, strategy, optimizer="muon", device="cpu")
     assert made.matrices is not None and together.matrices is not None
-    rounds = [sum(one.matrices.calls.values()) for one in (made, together)]
+    rounds = [sum(one.exchanged.values()) for one in (made, together)]
     assert rounds[0] > rounds[1] or model_name != "uneven", "one for each wave that travels"
     assert not made.phases["forward"] and bool(made.phases["step"]) == (strategy != "zero0")
     if made.phases["step"]:
@@ -320,6 +320,6 @@ def test_buckets_under_muon_are_planned_to_the_byte(
             **options,
         )
         assert facts == facts_of(made), (rank, strategy)
-        assert made.matrices is not None and exchanged == made.matrices.calls
+        assert made.matrices is not None and exchanged == made.exchanged
         assert len(made.units[0].groups) >= 4 or model_name == "stacked", "several buckets"
     assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)

@@ -160,7 +160,7 @@ def assert_planned(world_size: int, cases: list[tuple[Facts, Facts]]) -> None:
             what = (model, changes, rank)
             for name in ("rest", "loaded", "peak", "peak_total"):
                 assert seen[name] == getattr(made, name), (what, name)
-            exchanged = made.matrices.calls if made.matrices is not None else Counter()
+            exchanged = made.exchanged
             rows: Counter[comm.Call] = Counter()
             for phase, planned in (*made.phases.items(), ("step", exchanged)):
                 calls = Counter(seen[phase])
