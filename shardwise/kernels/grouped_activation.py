@@ -12,6 +12,8 @@ One program computes whole rows, so ``dp``, a sum along the row, has a fixed ord
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -213,19 +215,19 @@ def forward(
     z: Tensor,  # [rows, width or 2·width]; with a bias it is added in place
     p: Tensor,  # [rows] fp32
     *,
-    gated: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    block: int,
     bias: Tensor | None = None,  # [experts, columns of z]
     expert: Tensor | None = None,  # [rows], with a bias
     chunk: int = 1024,
     elements: int = 2048,
+    **act: Any,
 ) -> Tensor:
-    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``."""
+    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``.
+
+    ``act``, here and in the files beside: the activation's gated, alpha, limit and offset, and the
+    block in which gate and up alternate.
+    """
     num_rows = len(z)
-    width = z.shape[1] // 2 if gated else z.shape[1]
+    width = z.shape[1] // 2 if act["gated"] else z.shape[1]
     h = torch.empty(num_rows, width, dtype=z.dtype, device=z.device)
     if num_rows == 0:
         return h
@@ -235,8 +237,8 @@ def forward(
     run(
         _forward_kernel, (programs,),
         z, p, h, z if bias is None else bias, p if expert is None else expert,
-        num_rows, width, gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
-        rows=rows, chunk=chunk, has_bias=bias is not None, assembly=not interpreted(), num_warps=4,
+        num_rows, width, **act, rows=rows, chunk=chunk, has_bias=bias is not None,
+        assembly=not interpreted(), num_warps=4,
     )  # fmt: skip
     return h
 
@@ -245,12 +247,7 @@ def backward(
     dh: Tensor,  # [rows, width]; its memory becomes h's
     z: Tensor,
     p: Tensor,
-    *,
-    gated: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    block: int,
+    **act: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dz like z, h like dh (in the same memory), dp [rows] fp32."""
     num_rows, width = dh.shape
@@ -260,8 +257,7 @@ def backward(
         chunk = _chunk_for(width)
         run(
             _backward_kernel, (num_rows,),
-            dh, z, p, dz, dh, dp, num_rows, width,
-            gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+            dh, z, p, dz, dh, dp, num_rows, width, **act,
             chunk=chunk, assembly=not interpreted(), num_warps=4,
         )  # fmt: skip
     return dz, dh, dp

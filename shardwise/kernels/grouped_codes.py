@@ -23,6 +23,8 @@ Values are rounded to bf16 before they become codes, as in the separate passes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -267,23 +269,17 @@ def _rows_at_once(width: int) -> tuple[int, int, int]:
 def forward(
     z: Tensor,  # [rows, width or 2·width] bf16
     p: Tensor,  # [rows] fp32
-    *,
-    gated: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    block: int,
+    **act: Any,
 ) -> Coded:
     """The codes of h [rows, width], at most ``WIDEST`` columns."""
     num_rows = len(z)
-    width = z.shape[1] // 2 if gated else z.shape[1]
+    width = z.shape[1] // 2 if act["gated"] else z.shape[1]
     codes, scales = _empty(z, width)
     if num_rows:
         high, wide, warps = _rows_at_once(width)
         run(
             _forward_kernel, (triton.cdiv(num_rows, high),),
-            z.view(torch.int16), p, codes, scales, num_rows, width,
-            gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+            z.view(torch.int16), p, codes, scales, num_rows, width, **act,
             high=high, wide=wide, assembly=not interpreted(), num_warps=warps,
         )  # fmt: skip
     return codes, scales
@@ -293,12 +289,7 @@ def backward(
     dh: Tensor,  # [rows, width] bf16
     z: Tensor,
     p: Tensor,
-    *,
-    gated: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    block: int,
+    **act: Any,
 ) -> tuple[Coded, Coded, Tensor]:
     """The codes of dz (like z) and of h (like dh), and dp [rows] fp32."""
     num_rows, width = dh.shape
@@ -308,8 +299,7 @@ def backward(
         sizes = backward_sizes(width)
         run(
             _backward_kernel, (triton.cdiv(num_rows, sizes["high"]),),
-            dh.view(torch.int16), z.view(torch.int16), p, *dz, *h, dp, num_rows,
-            gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+            dh.view(torch.int16), z.view(torch.int16), p, *dz, *h, dp, num_rows, **act,
             width=width, assembly=not interpreted(), **sizes,
         )  # fmt: skip
     return dz, h, dp

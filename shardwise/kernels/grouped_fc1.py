@@ -17,6 +17,8 @@ As on the unfused path, the accumulator is rounded before the bias, and z before
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -178,17 +180,13 @@ def fc1(
     p: Tensor,  # [rows] fp32
     ends: Tensor,  # [experts] int32
     *,
-    gated: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    block: int,
     tile: GroupedTile = FC1_TILE,
+    **act: Any,
 ) -> tuple[Tensor, Tensor]:
     """z [rows, columns of the weight] and h [rows, width]."""
     experts, z_width, depth = weight.shape
+    gated, block, num_rows = act["gated"], act["block"], len(x)
     width = z_width // 2 if gated else z_width
-    num_rows = len(x)
     z = torch.empty(num_rows, z_width, dtype=x.dtype, device=x.device)
     h = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -209,8 +207,7 @@ def fc1(
         create_ragged_descriptor(h, [tile.rows, half]),
         z if bias is None else bias,
         p, ends, blocks, num_blocks, depth, width, tile_columns, tile.band,
-        gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
-        has_bias=bias is not None, rows=tile.rows, columns=tile.columns, step=tile.step,
+        **act, has_bias=bias is not None, rows=tile.rows, columns=tile.columns, step=tile.step,
         flatten=tile.flatten, assembly=not interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

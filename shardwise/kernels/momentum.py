@@ -25,23 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.launch import run
-from shardwise.kernels.normalise import (
-    CHUNK,
-    PASS,
-    SAMPLE,
-    SETTLE,
-    guess_from,
-    launches,
-    settle,
-)
-from shardwise.kernels.packed import (
-    BLOCK,
-    SAMPLES,
-    Packed,
-    empty_values,
-    sample_size,
-    scale_reference,
-)
+from shardwise.kernels.normalise import CHUNK, PASS, SAMPLE, SETTLE, guess_from, pack_by, settle
+from shardwise.kernels.normalise import reference as normalised
+from shardwise.kernels.packed import BLOCK, Packed
 from shardwise.kernels.tables import Matrices, addresses
 
 # ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov applies the same step once more.
@@ -83,21 +69,16 @@ def pack_reference(
     nesterov: bool = True,
     clip: Tensor | None = None,
 ) -> Packed:
-    rows, columns = grads[0].shape
     moved = torch.stack([
         reference(grad, state, beta=beta, rule=rule, nesterov=nesterov, clip=clip)
         for grad, state in zip(grads, states, strict=True)
     ])  # fmt: skip
-    scale, inverse = scale_reference(moved)
-    values = empty_values(len(grads), rows, columns, grads[0].device)
-    packed = Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
-    packed.unpadded(values).copy_(moved * scale[:, None, None])
-    return packed
+    return normalised(moved)
 
 
 @triton.jit
 def _momentum_kernel(
-    table_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr, clip_ptr, count, beta, weight,
+    table_ptr, clip_ptr, count, beta, weight, values_ptr, samples_ptr, partials_ptr, inverse_ptr,
     sampled, stride, chunks, columns, values_columns, values_numel, clipped: tl.constexpr,
     grad_type: tl.constexpr, out_type: tl.constexpr, work: tl.constexpr,
     nesterov: tl.constexpr, aligned: tl.constexpr, rim: tl.constexpr,
@@ -194,8 +175,8 @@ def accumulate(
     entries = table.entries
     run(
         _momentum_kernel, (chunks, len(grads)),
-        entries, entries, entries, entries, entries, entries if clip is None else clip,
-        len(grads), beta, weight, 1, CHUNK, 1, 1, 1, 1, clipped=clip is not None,
+        entries, entries if clip is None else clip, len(grads), beta, weight,
+        entries, entries, entries, entries, 1, CHUNK, 1, 1, 1, 1, clipped=clip is not None,
         grad_type=TYPES[grads[0].dtype], out_type=TYPES[outs[0].dtype], work=WIRE.value,
         nesterov=nesterov, aligned=table.aligned, rim=False,
         block=BLOCK, chunk=CHUNK, width=1, num_warps=8,
@@ -221,22 +202,11 @@ def pack(
     shapes = {tuple(one.shape) for one in ([first] if isinstance(grads, Matrices) else grads)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(f"matrices of shapes {sorted(shapes)}: a batch takes one 2-D shape")
-    (rows, columns), device = first.shape, first.device
-    table = addresses([grads, states])
-    values = empty_values(len(grads), rows, columns, device, dtype)
-    chunks = -(-table.longest // CHUNK)
-    samples = torch.empty(len(grads), SAMPLES, device=device, dtype=torch.float64)
-    partials = torch.empty(len(grads), chunks, device=device, dtype=torch.float64)
-    inverse = torch.empty(len(grads), device=device, dtype=torch.float32)
-    numel = rows * columns
-    for launch in launches(numel):
-        run(
-            _momentum_kernel, (launch.programs, len(grads)),
-            table.entries, values, samples, partials, inverse, inverse if clip is None else clip,
-            len(grads), beta, weight, sample_size(numel), launch.stride, chunks,
-            columns, values.shape[2], values.shape[1] * values.shape[2], clipped=clip is not None,
-            grad_type=TYPES[first.dtype], out_type=TYPES[dtype], work=launch.work,
-            nesterov=nesterov, aligned=table.aligned, rim=values.shape[2] != columns,
-            block=BLOCK, chunk=launch.chunk, width=launch.width, num_warps=8,
-        )  # fmt: skip
-    return Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
+    table, (rows, columns) = addresses([grads, states]), first.shape
+    entries = table.entries
+    given = (entries, entries if clip is None else clip, len(grads), beta, weight)
+    return pack_by(
+        _momentum_kernel, given, (len(grads), rows, columns), first.device, dtype,
+        clipped=clip is not None, grad_type=TYPES[first.dtype], out_type=TYPES[dtype],
+        nesterov=nesterov, aligned=table.aligned,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ one fixed order, so its scale is the same in every batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -95,8 +95,8 @@ def settle(
 
 @triton.jit
 def _normalise_kernel(
-    batch_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr,
-    numel, sampled, stride, chunks, columns, values_columns, values_numel,
+    batch_ptr, numel, values_ptr, samples_ptr, partials_ptr, inverse_ptr,
+    sampled, stride, chunks, columns, values_columns, values_numel,
     work: tl.constexpr, rim: tl.constexpr,
     block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
@@ -132,51 +132,42 @@ def _normalise_kernel(
         tl.store(sums_ptr + place, tl.sum(total, axis=0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The launch of one of the three kernels: ``programs`` per matrix, each of which reads a chunk
-    that begins ``stride`` elements after the one before."""
-
-    work: int
-    programs: int
-    stride: int
-    chunk: int = BLOCK  # elements per program; SETTLE reads its whole stride
-    width: int = 1
-
-
-def launches(numel: int) -> tuple[Launch, ...]:
-    """The three launches for matrices of ``numel`` elements: SAMPLE, PASS, SETTLE."""
-    chunks = -(-numel // CHUNK)
-    share = -(-numel // (SETTLERS * BLOCK)) * BLOCK
-    return (
-        Launch(work=SAMPLE.value, programs=SAMPLES, stride=sample_stride(numel)),
-        Launch(work=PASS.value, programs=chunks, stride=CHUNK, chunk=CHUNK),
-        Launch(
-            work=SETTLE.value,
-            programs=-(-numel // share),
-            stride=share,
-            width=triton.next_power_of_2(chunks),
-        ),
-    )
+def pack_by(
+    kernel: Any,
+    given: tuple[Any, ...],
+    shape: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    **constants: Any,
+) -> Packed:
+    """Pack matrices of ``shape`` [n, rows, columns] by three launches of a kernel, whose first
+    arguments are ``given``: SAMPLE, PASS, SETTLE."""
+    count, rows, columns = shape
+    numel = rows * columns
+    values = empty_values(count, rows, columns, device, dtype)
+    chunks, share = -(-numel // CHUNK), -(-numel // (SETTLERS * BLOCK)) * BLOCK
+    samples = torch.empty(count, SAMPLES, device=device, dtype=torch.float64)
+    partials = torch.empty(count, chunks, device=device, dtype=torch.float64)
+    inverse = torch.empty(count, device=device, dtype=torch.float32)
+    # Programs per matrix; elements between their begins; elements of each (SETTLE: its stride).
+    for work, programs, stride, chunk, width in (
+        (SAMPLE.value, SAMPLES, sample_stride(numel), BLOCK, 1),
+        (PASS.value, chunks, CHUNK, CHUNK, 1),
+        (SETTLE.value, -(-numel // share), share, BLOCK, triton.next_power_of_2(chunks)),
+    ):
+        run(
+            kernel, (programs, count), *given, values, samples, partials, inverse,
+            sample_size(numel), stride, chunks,
+            columns, values.shape[2], values.shape[1] * values.shape[2],
+            work=work, rim=values.shape[2] != columns,
+            block=BLOCK, chunk=chunk, width=width, num_warps=8, **constants,
+        )  # fmt: skip
+    return Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
 
 
 def normalise(batch: Tensor, dtype: torch.dtype = torch.float16) -> Packed:
     """Pack by three kernels, as ``reference`` does; fp32 instead of fp16 is for tests."""
     batch = batch.contiguous()
     count, rows, columns = batch.shape
-    numel = rows * columns
-    values = empty_values(count, rows, columns, batch.device, dtype)
-    chunks = -(-numel // CHUNK)
-    samples = torch.empty(count, SAMPLES, device=batch.device, dtype=torch.float64)
-    partials = torch.empty(count, chunks, device=batch.device, dtype=torch.float64)
-    inverse = torch.empty(count, device=batch.device, dtype=torch.float32)
-    for launch in launches(numel):
-        run(
-            _normalise_kernel, (launch.programs, count),
-            batch, values, samples, partials, inverse,
-            numel, sample_size(numel), launch.stride, chunks,
-            columns, values.shape[2], values.shape[1] * values.shape[2],
-            work=launch.work, rim=values.shape[2] != columns,
-            block=BLOCK, chunk=launch.chunk, width=launch.width, num_warps=8,
-        )  # fmt: skip
-    return Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
+    shape, given = (count, rows, columns), (batch, rows * columns)
+    return pack_by(_normalise_kernel, given, shape, batch.device, dtype)

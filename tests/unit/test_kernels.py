@@ -221,7 +221,7 @@ def test_a_guess_is_kept_as_long_as_it_serves(guessed: float, kept: bool) -> Non
     samples = torch.full((1, SAMPLES), guessed**2 / SAMPLES, dtype=torch.float64)
     partials, inverse = torch.full((1, 1), 4096.0, dtype=torch.float64), poisoned(1)
     normalise._normalise_kernel[(1, 1)](
-        batch, values, samples, partials, inverse, 4096, 1, 4096, 1, 64, 64, 4096,
+        batch, 4096, values, samples, partials, inverse, 1, 4096, 1, 64, 64, 4096,
         work=normalise.SETTLE.value, rim=False, block=BLOCK, chunk=BLOCK, width=1, num_warps=8,
     )  # fmt: skip
     assert bool(values.isnan().all()) if kept else bool((values == 1).all())
