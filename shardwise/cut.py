@@ -23,7 +23,7 @@ weights are replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -41,41 +41,32 @@ from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.placements import REPLICATE, SHARD, Placement
 from shardwise.tile import Tile
 
+Op = Literal["sum", "max", "min"]
+
 
 @dataclass(eq=False)
 class Version:
-    """Counts the writes to a buffer: those that go through its ShardedTensors, and every step of an
-    optimizer.
-
-    ``reading`` is set while another lane uses the buffer (a gather reads weights, a reduction adds
-    to gradients), and makes a writer wait for that lane.
-
-    ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
-    every rank in the same order: whoever wants the new weights early may begin to gather them.
-
-    ``divisions``, by item: the elements that each replica's optimizer works on. The gradient is
-    reduced to that replica alone. Set by the optimizer, on every rank alike, always a new one.
-
-    ``waiting``: the items whose gradients of earlier microbatches wait to be reduced. An optimizer
-    refuses to step then; who sets ``.grad`` takes its item out, and the next backward forgets what
-    waited for it.
-
-    ``unanswered`` says whether a forward was recorded to which no backward has come, ``failed``
-    whether the last backward raised; ``before_step`` is told that an optimizer writes next.
-    ``unsynced``: made after wrapping (meta device); replicas may differ until the first forward.
-    ``beside``: whole weights that an optimizer may write together with these (``buffer.Beside``).
-    """
+    """Counts the writes to a buffer: those through its ShardedTensors, and every optimizer step."""
 
     count: int = 0
+    # Told, on every rank in the same order, when an optimizer has written all of its step: the new
+    # weights may be gathered early.
     on_stepped: Callable[[], None] | None = None
+    # By item: the elements that each replica's optimizer works on, to which alone the gradient is
+    # reduced. Set by the optimizer, on every rank alike, always a new dictionary.
     divisions: dict[int, Division] = field(default_factory=dict)
+    # Makes a writer wait for another lane that uses the buffer: a gather, or a reduction into it.
     reading: Callable[[], None] | None = None
-    unanswered: Callable[[], bool] = bool
-    failed: Callable[[], bool] = bool
-    before_step: Callable[[], Any] = bool
+    unanswered: Callable[[], bool] = bool  # whether a forward was recorded and no backward came
+    failed: Callable[[], bool] = bool  # whether the last backward raised
+    before_step: Callable[[], Any] = bool  # told that an optimizer writes next
+    # The items whose earlier microbatches wait to be reduced: no optimizer steps then. Who sets
+    # ``.grad`` takes its item out, and the next backward forgets what waited for it.
     waiting: set[int] = field(default_factory=set)
-    unsynced: bool = False
-    beside: Any = None
+    unsynced: bool = (
+        False  # made after wrapping (meta): replicas may differ until the first forward
+    )
+    beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
 
     def await_readers(self) -> None:
         """Wait, before a write, for gathers that still read the buffer."""
@@ -458,27 +449,23 @@ class Cut:
         others = self.ranks.others
         return self.axes if others is None else (*self.axes, others)
 
-    def reduce(
-        self,
-        values: Tensor,
-        op: Literal["sum", "max", "min"],
-        axes: tuple[comm.Axis, ...] | None = None,
-    ) -> Tensor:
-        """Every rank's ``values`` (one dimension) made one (collective over ``axes``; None: those
-        that cut the tensor).
-
-        A maximum is taken of gathered values: NCCL's own drops a NaN, torch's keeps it.
-        """
+    def reduce(self, values: Tensor, op: Op, axes: tuple[comm.Axis, ...] | None = None) -> Tensor:
+        """:func:`reduced` over ``axes``; None: over those that cut the tensor."""
         axes = self.axes if axes is None else axes
         if values.is_meta or not axes:
             return values
-        result = values.to(self.mesh.device_type)
-        for axis in axes:
-            if op == "sum":
-                comm.all_reduce(result, axis).wait()
-            else:
-                gathered = result.new_empty(axis.size * result.numel())
-                comm.all_gather(gathered, result.contiguous(), axis).wait()
-                by_rank = gathered.view(axis.size, -1)
-                result = by_rank.amax(0) if op == "max" else by_rank.amin(0)
-        return result.to(values.device)
+        return reduced(values.to(self.mesh.device_type), op, axes).to(values.device)
+
+
+def reduced(values: Tensor, op: Op, axes: Sequence[comm.Axis]) -> Tensor:
+    """Every rank's ``values`` (one dimension) made one, perhaps in place (collective). A maximum is
+    taken of gathered values: NCCL's own drops a NaN, torch's keeps it."""
+    for axis in axes:
+        if op == "sum":
+            comm.all_reduce(values, axis).wait()
+        else:
+            gathered = values.new_empty(axis.size * values.numel())
+            comm.all_gather(gathered, values.contiguous(), axis).wait()
+            by_rank = gathered.view(axis.size, -1)
+            values = by_rank.amax(0) if op == "max" else by_rank.amin(0)
+    return values

@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribu
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwise.cut import Cut
+from shardwise.cut import Cut, Op
 from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class WholeTensor(Tensor):
 
 
 def whole(value: Tensor, of: str = "") -> WholeTensor:
-    """``value`` as a WholeTensor: the same memory and the same graph. ``of``: the parameter that a
-    copy is taken for a view of."""
+    """``value`` as a WholeTensor, same memory and graph; ``of``: the parameter it copies."""
     made = value.as_subclass(WholeTensor)
     made.of = of
     return made  # type: ignore[no-any-return]
@@ -147,8 +146,7 @@ def on_the_whole(
 
 
 def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write into a plain tensor, or into a DTensor of torch's, with gathered operands
-    (collective)."""
+    """Write into a plain tensor or torch's DTensor, with gathered operands (collective)."""
     target = args[0]
     operands, keywords = tree_map_only(DTensor, gathered, (list(args[1:]), kwargs))
     if isinstance(target, DTensor):
@@ -179,11 +177,8 @@ def _is_view(func: Any) -> bool:
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each whole tensor; tensors without a cut are whole already.
-
-    One collective per sharded axis serves the whole list. Meshes come in order of first appearance,
-    which is the same on every rank.
-    """
+    """The norm of each whole tensor (tensors without a cut are whole already), by one collective
+    per sharded axis. Meshes come in order of first appearance, alike on all ranks."""
     order = float(order)
     cuts: list[Cut | None] = [getattr(one, "cut", None) for one in tensors]
     pairs = zip(tensors, cuts, strict=True)
@@ -242,7 +237,7 @@ def whole_value(name: str, local: Tensor, cut: Cut, dtype: torch.dtype | None) -
     """``sum``, ``mean``, ``max``, ``amin``, ``any``, ... of the whole tensor, as a plain tensor."""
     floating = local.is_floating_point() or (dtype is not None and dtype.is_floating_point)
     wide = torch.float64 if floating else torch.int64
-    op: Literal["sum", "max", "min"] = "sum"
+    op: Op = "sum"
     if name in ("sum", "mean"):
         partial = local.sum(dtype=wide)
         dtype = dtype or (local.dtype if floating else torch.int64)
@@ -283,8 +278,7 @@ VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
 def spans(
     func: Any, shape: Sequence[int], dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Span] | None:
-    """The runs of elements that a view operation on a whole tensor gives, as torch says where there
-    is no memory; None where it gives no run."""
+    """The runs of elements that a view operation gives, found on the meta device; None: no run."""
     like = torch.empty(shape, dtype=dtype, device="meta")
     views = tree_flatten(func(like, *args, **kwargs))[0]
     # A tensor without elements has no layout.

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
-from shardwise.cut import Cut
+from shardwise.cut import Cut, reduced
 from shardwise.division import Division
 from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
@@ -60,10 +60,8 @@ def division_of(parameter: Tensor) -> Division | None:
 
 
 def divide(parameter: Tensor, division: Division | None) -> None:
-    """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
-
-    A gradient that is divided otherwise is brought to all replicas first (collective then).
-    """
+    """Have gradients reduced to the replicas that need them (None: to all). One that is divided
+    otherwise is brought to all first (collective)."""
     if not isinstance(parameter, ShardedTensor) or parameter.version is None:
         return
     version, index = parameter.version, parameter.cut.index
@@ -165,8 +163,7 @@ class Gradients:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
     def widen(self) -> None:
-        """Give gradients that are narrower than their weights (``Precision.gradients``) the dtype
-        of these, for steps that have no kernel to read them."""
+        """Give gradients the dtype of their weights, for steps without a kernel."""
         for parameter in self.parameters:
             grad = parameter.grad
             if grad is not None and grad.dtype != parameter.dtype:
@@ -195,8 +192,7 @@ class Clip:
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def on_device(self) -> Tensor:
-        """[2] fp32, for kernels: the factor of the gradients; and 1 where the norm is not finite,
-        so that nothing may change, else 0."""
+        """[2] fp32, for kernels: the factor; 1 where the norm is not finite: nothing moves."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
     def scale(self, gradients: Gradients) -> None:
@@ -217,10 +213,8 @@ def measure_clip(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Clip:
-    """The clip that brings the global norm of the gradients to at most ``max_norm``.
-
-    Collective over the axes of all parameters, whether they have gradients or not.
-    """
+    """The clip to a global norm of at most ``max_norm`` (collective over axes of all
+    parameters)."""
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
     if not norm_type > 0:
@@ -239,10 +233,8 @@ def grad_norm(
     norm_type: float = 2.0,
     parts: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """The norm of all gradients as one vector, float32, the same on every rank.
-
-    ``parts`` takes the norms of this rank's pieces.
-    """
+    """The norm of all gradients, float32, the same on all ranks; ``parts`` takes those of
+    pieces."""
     widest = max(parameters, key=_num_ranks, default=None)
     # By the axes to add up over, and for experts the number of copies that are added.
     members_of: dict[tuple[tuple[comm.Axis, ...], int], list[tuple[Tensor, Tensor]]] = {}
@@ -268,26 +260,14 @@ def grad_norm(
     for (axes, copies), members in members_of.items():
         value = _partial(members, norm_type, device, parts)
         value = value if largest else value / copies
-        for axis in axes:
-            # A maximum of gathered values: NCCL's own drops a NaN.
-            if largest:
-                gathered = value.new_empty(axis.size)
-                comm.all_gather(gathered, value.view(1), axis).wait()
-                value = gathered.amax()
-            else:
-                value = value.view(1)
-                comm.all_reduce(value, axis).wait()
-                value = value.view(())
+        value = reduced(value.view(1), "max" if largest else "sum", axes).view(())
         total = torch.maximum(total, value) if largest else total + value
     return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
 def _others_of(parameter: Tensor) -> comm.Axis | bool:
-    """The axis whose ranks store other experts; else whether ranks outside of the parameter's mesh
-    store others, and not copies.
-
-    Of torch's DTensors only our experts do (``sw.optimizer`` marks them): ranks beside the mesh of
-    tensor parallelism store copies."""
+    """The axis whose ranks store other experts; else whether ranks outside of the mesh store
+    others, not copies (of torch's DTensors only marked experts do)."""
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.ranks.others or True
     return getattr(parameter, OTHERS_ELSEWHERE, False)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -217,14 +218,10 @@ def stored_matrices(
     cost: Callable[[int, int], int],
     *,
     name: str = "",
-    parameter: int = -1,
-    pinned: bool = False,
-    order: int = 0,
+    **facts: Any,
 ) -> list[Matrix]:
-    """The matrices of one parameter with their pieces and costs.
-
-    ``matrices`` and ``pieces`` (of the parameter) are both sorted by element.
-    """
+    """The matrices of one parameter with pieces, costs and other ``facts``; both lists are sorted
+    by element."""
     found: list[Matrix] = []
     first = 0
     for number, matrix in enumerate(matrices):
@@ -240,11 +237,9 @@ def stored_matrices(
             replace(
                 matrix,
                 name=name if len(matrices) == 1 else f"{name}[{number}]",
-                parameter=parameter,
                 pieces=tuple(stored),
                 cost=sum(cost(rows, cols) for rows, cols in matrix.shapes),
-                pinned=pinned,
-                order=order,
+                **facts,
             )
         )
     return found

@@ -134,8 +134,7 @@ def file_documents(spec: str) -> list[Document]:
 
 
 def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
-    """Rows of a `datasets` dataset as they come, from number ``first`` on: its column ``text``, or
-    its only column of strings."""
+    """Rows of a dataset from number ``first`` on: its column ``text``, or its only text."""
     name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
         raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
@@ -176,29 +175,20 @@ def _read(found: Iterable[tuple[str, Path]]) -> list[Document]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens in two parts.
+    """Tokens in two parts: 1-D arrays of unsigned integers, possibly mapped from a file."""
 
-    Args:
-        name: the data as the user named them.
-        train, held_out: 1-D arrays of unsigned integers, possibly mapped from a file.
-        vocab_size: the number of different tokens.
-        sha256: digest of the text (or of the token file); equal digests mean equal data.
-        codec: from text to tokens and back; ``None`` for a token file without that knowledge.
-        train_bytes, held_out_bytes: bytes of text in each part; ``None`` where unknown.
-        shares: lengths of the stretches of ``train`` that came from several sources, each with the
-            fraction of all samples that is drawn there; empty: drawn as they are.
-        volumes: the tokens of each epoch, as many as ``train``, where they come as a stream.
-    """
-
-    name: str
+    name: str  # the data as the user named them
     train: Tokens
     held_out: Tokens
-    vocab_size: int
-    sha256: str
-    codec: Codec | None = None
-    train_bytes: int | None = None
+    vocab_size: int  # the number of different tokens
+    sha256: str  # of the text (or of the token file): equal digests mean equal data
+    codec: Codec | None = None  # None for tokens of an unknown tokenizer
+    train_bytes: int | None = None  # of text; None where unknown
     held_out_bytes: int | None = None
+    # Lengths of the stretches of ``train`` that came from several sources, each with the fraction
+    # of all samples that is drawn there; empty: drawn as they are.
     shares: tuple[tuple[int, float], ...] = ()
+    # The tokens of each epoch, as many as ``train``, where they come as a stream.
     volumes: Callable[[int], Tokens] | None = None
 
     def __post_init__(self) -> None:
@@ -223,12 +213,8 @@ class Corpus:
     def bits_per_byte(
         self, loss: float, split: Split = "held_out", scored: Tokens | None = None
     ) -> float:
-        """Bits per byte of a loss in nats per token; per token where the bytes are unknown
-        (see ``unit``).
-
-        The mean length of a part's tokens holds for the whole part. Where some tokens were scored,
-        ``scored`` (:attr:`HeldOut.scored`) gives the exact figure.
-        """
+        """Bits per byte of a loss in nats per token (per token where bytes are unknown: ``unit``).
+        ``scored``: the tokens, where a part of them was scored."""
         length = self.bytes_per_token(split) or 1.0
         if scored is not None and self.codec is not None:
             length = num_bytes(self.codec, scored) / len(scored)
