@@ -40,7 +40,10 @@ def init_mesh(
     Joins the process group that ``torchrun`` prepared if none is up, and makes a group of one where
     there is no launcher. Axes of size one are left out, except ``dp``.
     """
-    _check_positive(dp=dp, dp_outer=dp_outer, ep=ep, tp=tp)
+    given = {"dp": dp, "dp_outer": dp_outer, "ep": ep, "tp": tp}
+    wrong = [f"{name}={size!r}" for name, size in given.items() if size is not None and size < 1]
+    if wrong:
+        raise ValueError(f"init_mesh({', '.join(wrong)}): the size of an axis is 1 or more")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
         _join_process_group(device_type)
@@ -60,11 +63,8 @@ def init_mesh(
 
 
 class PretendedMesh:
-    """A DeviceMesh as one of its ranks sees it, with no process group and nobody behind it: the
-    mesh of a plan. It has as much of a DeviceMesh as parameters and their buffers ask for.
-
-    ``backend``: "nccl" or "gloo", as which its axes count what they send.
-    """
+    """A DeviceMesh of a plan, as one rank sees it, without a process group. ``backend``: "nccl" or
+    "gloo", as which its axes count what they send."""
 
     device_type = "meta"
 
@@ -119,10 +119,8 @@ class PretendedMesh:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh as one rank sees it: axes outer to inner, and its place on each.
-
-    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
-    """
+    """A mesh as one rank sees it. ``others``: the axis over which experts are spread, where
+    parameters on this mesh are some."""
 
     mesh: DeviceMesh
     others: comm.Axis | None = None
@@ -165,9 +163,8 @@ class Ranks:
 
 
 def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
-    """The reason, in words, why the axes of a mesh (``joint``: or all of them as one) do not fit
-    together: torch sorts the ranks of every process group, so in a mesh of ranks in another order a
-    rank may have another place in its group than its neighbours on the other axes have."""
+    """Why the axes of a mesh (``joint``: as one) do not fit together, or None: torch sorts the
+    ranks of a process group, so in another order of ranks places differ between groups."""
     ranks = getattr(mesh, "mesh", None)  # None: a pretended one
     if ranks is None:
         return None
@@ -208,8 +205,7 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes of ``data``, then the axes ``names`` of ``other``; both belong to one mesh, whose
-    process groups are used."""
+    """The axes of ``data``, then the axes ``names`` of ``other``; both are of one mesh."""
     wanted = (*(data.mesh_dim_names or ()), *names)
     if other.mesh_dim_names == wanted:
         return other
@@ -262,12 +258,6 @@ def _named(mesh: DeviceMesh) -> DeviceMesh:
             groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
         )
     return kept[names]  # type: ignore[no-any-return]
-
-
-def _check_positive(**sizes: int | None) -> None:
-    wrong = [f"{name}={size!r}" for name, size in sizes.items() if size is not None and size < 1]
-    if wrong:
-        raise ValueError(f"init_mesh({', '.join(wrong)}): the size of an axis is 1 or more")
 
 
 @contextmanager

@@ -206,7 +206,8 @@ def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
                 whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
                 tensors[key] = value if whole else value.contiguous().clone()
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        _sync_file(folder / name)
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(value.nbytes for value in tensors.values())
         names.append(name)
@@ -215,8 +216,3 @@ def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
         names.append("model.safetensors.index.json")
         write_file(folder / names[-1], json.dumps(index, indent=2).encode())
     return names
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

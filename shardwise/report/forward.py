@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm import Call
-from shardwise.moe import MixtureOfExperts, mixtures_of
+from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import READS
 from shardwise.report.engine import META, BuiltUnit, Engine
@@ -209,12 +209,9 @@ def traffic_of(
         if ep > 1:
             leaving = routing.num_experts - layer.experts.num_experts
             found.known[Call("all_to_all", "ep", ep, COUNT * leaving)] += forwards
-            row, rows = _row_bytes(layer, precision), tokens * routing.experts_per_token
+            width = precision.compute_dtype(layer.router.weight.dtype).itemsize
+            row, rows = layer.experts.hidden * width, tokens * routing.experts_per_token
             away = rows - rows // ep
             found.even[Call("all_to_all", "ep", ep, away * row)] += 2 * (forwards + microbatches)
             found.even[Call("all_to_all", "ep", ep, away * WEIGHT)] += forwards + microbatches
     return found
-
-
-def _row_bytes(layer: MixtureOfExperts, precision: Precision) -> int:
-    return layer.experts.hidden * precision.compute_dtype(layer.router.weight.dtype).itemsize

@@ -81,7 +81,9 @@ def _bytes(plan: Plan) -> list[str]:
     if state:
         rows.append(("optimizer state", *[size_text(state)] * 3))
     if plan.followed is not None:
-        rows.append((_batch_text(plan), size_text(0), size_text(0), size_text(plan.activations)))
+        assert plan.options.batch is not None
+        words = "activations of {} x {} tokens".format(*plan.options.batch)
+        rows.append((words, size_text(0), size_text(0), size_text(plan.activations)))
     if kept:
         rows.append(("workspaces of cuBLAS", *[size_text(kept)] * 3))
     rows.append(
@@ -99,12 +101,6 @@ def _bytes(plan: Plan) -> list[str]:
         "each kind's own peak; together: the highest sum at one moment, so less than theirs."
         + (" Activations are not in it." if plan.followed is None else ""),
     )
-
-
-def _batch_text(plan: Plan) -> str:
-    assert plan.options.batch is not None
-    sequences, length = plan.options.batch
-    return f"activations of {sequences} x {length} tokens"
 
 
 def _weights(plan: Plan) -> list[str]:

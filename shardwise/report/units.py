@@ -23,6 +23,7 @@ from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
 from shardwise.report.planned import Options
 from shardwise.shard.building import PlannedBuffer
+from shardwise.shard.checks import spread_linear
 from shardwise.shard.data_parallel import BucketedUnit, planned_buckets
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups
@@ -48,14 +49,11 @@ class Owner:
     parts: list[list[int] | Owner] = field(default_factory=list)
     ep: int = 1  # over how many ranks its experts are spread
 
-    @property
-    def inner(self) -> list[Owner]:
-        return [part for part in self.parts if isinstance(part, Owner)]
-
     def tree(self) -> Iterator[Owner]:
         yield self
-        for owner in self.inner:
-            yield from owner.tree()
+        for part in self.parts:
+            if isinstance(part, Owner):
+                yield from part.tree()
 
 
 def recomputed_modules(model: nn.Module) -> frozenset[int]:
@@ -156,14 +154,6 @@ def whole_model(model: nn.Module, ignored: set[nn.Parameter]) -> Owner:
     return root
 
 
-def is_spread(found: Found) -> bool:
-    """Whether other ranks hold other experts in the place of this parameter."""
-    return any(
-        getattr(module, "total_experts", 1) > getattr(module, "num_experts", 1)
-        for module in found.modules
-    )
-
-
 class Layouts:
     """The buffers of every unit; of units that are alike one is laid out, for all of them. The home
     of a buffer is over how many ranks its experts are spread."""
@@ -210,7 +200,7 @@ class Layouts:
         """In the order in which backward fills them."""
         options = self._options
         assert options.bucket_mb is not None
-        homes = [root.ep if is_spread(one) else 1 for one in root.found]
+        homes = [1 if spread_linear(one) is None else root.ep for one in root.found]
         formats = [stored_as(one, options.precision).format for one in root.found]
         return tuple(
             planned_buckets(

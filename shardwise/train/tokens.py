@@ -140,13 +140,8 @@ def write_tokens(
     num_bytes: int | None = None,
     tokenizer: str | None = None,
 ) -> TokenHeader:
-    """Write one array, or arrays one after another as they are made, and return the header.
-
-    Args:
-        num_bytes: how many bytes of text the tokens stand for. Without it losses can be given per
-            token only.
-        tokenizer: ``"bytes"`` where token i < 256 is byte i, so that generated text can be read.
-    """
+    """Write an array, or arrays as they are made; returns the header. ``num_bytes``: of the text,
+    for losses per byte; ``tokenizer``: "bytes", or a file and its sha256."""
     writer = TokenWriter(path, vocab_size, tokenizer=tokenizer)
     try:
         for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
@@ -157,11 +152,7 @@ def write_tokens(
 
 
 class Joined:
-    """Arrays of tokens one after another, such as many mapped files, read as if they were one.
-
-    Has what samplers ask of an array: its length, slices and gathers by an array of positions.
-    Only what is asked for is read.
-    """
+    """Arrays of tokens, such as mapped files, read as one: length, slices, gathers by positions."""
 
     def __init__(self, arrays: Iterable[Tokens]) -> None:
         self.arrays = [array for array in arrays if len(array)]
@@ -213,11 +204,15 @@ def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
 
 
 def is_token_file(path: Path) -> bool:
-    return path.is_file() and _magic_of(path) == MAGIC
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_header(path: Path) -> TokenHeader:
-    _require_file(path)
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; give the path of a token file")
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
     if head[: len(MAGIC)] != MAGIC:
@@ -280,11 +275,6 @@ def _encode_header(header: TokenHeader) -> bytes:
     return start + hashlib.sha256(start).digest()
 
 
-def _magic_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC))
-
-
 def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
     digest = hashlib.sha256()
     for begin in range(0, len(tokens), _CHUNK):
@@ -305,8 +295,3 @@ def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
             f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
             f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
         )
-
-
-def _require_file(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file; give the path of a token file")
