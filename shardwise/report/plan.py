@@ -50,7 +50,13 @@ from shardwise.report.planned import (
     as_placements,
 )
 from shardwise.report.suggest import largest, suggest
-from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
+from shardwise.report.units import (
+    Owner,
+    owners,
+    planned_buffers,
+    recomputed_modules,
+    whole_model,
+)
 from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.call import map_tensors
 from shardwise.shard.checks import grain_problems
@@ -304,8 +310,7 @@ class _Step:
 
     def _plan(self, options: Options, rank: int | None, search: bool) -> Plan:
         root, ranks = self.root, options.mesh.num_ranks
-        layouts = Layouts(options, self.grain, self.routes)
-        buffers = {owner: layouts.of(owner) for owner in root.tree()}
+        buffers = planned_buffers(root, options, self.grain, self.routes)
         in_model = self.loss is not None or options.batch is not None
         with separate_ledger() as ledger:
             engine = build(root, buffers, options, rank or 0, ledger, in_model)

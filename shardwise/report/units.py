@@ -154,64 +154,41 @@ def whole_model(model: nn.Module, ignored: set[nn.Parameter]) -> Owner:
     return root
 
 
-class Layouts:
-    """The buffers of every unit; of units that are alike one is laid out, for all of them. The home
-    of a buffer is over how many ranks its experts are spread."""
-
-    def __init__(
-        self, options: Options, grain: GrainChoice | None, routes: Sequence[Routed] = ()
-    ) -> None:
-        self._options, self._grain = options, grain
-        self._routes = {id(one.parameter): one.route for one in routes}
-        self._known: dict[Any, tuple[PlannedBuffer, ...]] = {}
-
-    def of(self, owner: Owner) -> tuple[PlannedBuffer, ...]:
-        """The buffers of one unit; the same object for units that are alike."""
-        if self._options.bucket_mb is not None:
-            return self._buckets(owner)
-        precision = self._options.precision
+def planned_buffers(
+    root: Owner, options: Options, grain: GrainChoice | None, routes: Sequence[Routed]
+) -> dict[Owner, tuple[PlannedBuffer, ...]]:
+    """The buffers of every unit: the same object for units that are alike, which are laid out once.
+    The home of a buffer is over how many ranks its experts are spread."""
+    chosen = {id(one.parameter): one.route for one in routes}
+    precision, main = options.precision, options.placements.main
+    spread = {1, *(owner.ep for owner in root.tree())}
+    shards = {ep: options.mesh.without(ep).num_shards(main) for ep in spread}
+    if options.bucket_mb is not None:  # one unit; its buckets as backward fills them
+        homes = [1 if spread_linear(one) is None else root.ep for one in root.found]
+        formats = [stored_as(one, precision).format for one in root.found]
+        size, measured = options.bucket_mb, options.measured
+        buckets = planned_buckets(
+            root.found, chosen, homes, formats, shards, MuonSettings(), size, measured, grain
+        )
+        return {root: tuple(buckets)}
+    known: dict[Any, tuple[PlannedBuffer, ...]] = {}
+    found: dict[Owner, tuple[PlannedBuffer, ...]] = {}
+    for owner in root.tree():
         facts = tuple(
             (
                 one.name,
                 (one.shape, one.uneven),
                 one.parameter.dtype,
                 one.parameter.requires_grad,
-                grain_of(one, self._grain),
+                grain_of(one, grain),
                 stored_as(one, precision).format,
-                self._is_matrix(one),
+                (route := chosen.get(id(one.parameter))) and route.kind,
             )
             for one in owner.found
         )
         key = owner.ep, facts
-        if key not in self._known:
-            shards = self._num_shards(owner.ep)
-            planned = planned_groups(owner.found, shards, self._grain, precision, owner.ep)
-            self._known[key] = tuple(planned)
-        return self._known[key]
-
-    def _is_matrix(self, found: Found) -> bool:
-        route = self._routes.get(id(found.parameter))
-        return route is not None and route.kind == "matrix"
-
-    def _num_shards(self, ep: int) -> int:
-        return self._options.mesh.without(ep).num_shards(self._options.placements.main)
-
-    def _buckets(self, root: Owner) -> tuple[PlannedBuffer, ...]:
-        """In the order in which backward fills them."""
-        options = self._options
-        assert options.bucket_mb is not None
-        homes = [1 if spread_linear(one) is None else root.ep for one in root.found]
-        formats = [stored_as(one, options.precision).format for one in root.found]
-        return tuple(
-            planned_buckets(
-                root.found,
-                self._routes,
-                homes,
-                formats,
-                {ep: self._num_shards(ep) for ep in set(homes)},
-                MuonSettings(),
-                options.bucket_mb,
-                options.measured,
-                self._grain,
-            )
-        )
+        if key not in known:
+            groups = planned_groups(owner.found, shards[owner.ep], grain, precision, owner.ep)
+            known[key] = tuple(groups)
+        found[owner] = known[key]
+    return found
