@@ -63,9 +63,8 @@ class Version:
     # The items whose earlier microbatches wait to be reduced: no optimizer steps then. Who sets
     # ``.grad`` takes its item out, and the next backward forgets what waited for it.
     waiting: set[int] = field(default_factory=set)
-    unsynced: bool = (
-        False  # made after wrapping (meta): replicas may differ until the first forward
-    )
+    # Made after wrapping (on the meta device): replicas may differ until the first forward.
+    unsynced: bool = False
     beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
 
     def await_readers(self) -> None:
