@@ -63,8 +63,11 @@ def init_mesh(
 
 
 class PretendedMesh:
-    """A DeviceMesh of a plan, as one rank sees it, without a process group. ``backend``: "nccl" or
-    "gloo", as which its axes count what they send."""
+    """A DeviceMesh as one of its ranks sees it, with no process group and nobody behind it: the
+    mesh of a plan. It has as much of a DeviceMesh as parameters and their buffers ask for.
+
+    ``backend``: "nccl" or "gloo", as which its axes count what they send.
+    """
 
     device_type = "meta"
 
@@ -119,8 +122,10 @@ class PretendedMesh:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh as one rank sees it. ``others``: the axis over which experts are spread, where
-    parameters on this mesh are some."""
+    """A mesh as one rank sees it: axes outer to inner, and its place on each.
+
+    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
+    """
 
     mesh: DeviceMesh
     others: comm.Axis | None = None
@@ -163,8 +168,9 @@ class Ranks:
 
 
 def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
-    """Why the axes of a mesh (``joint``: as one) do not fit together, or None: torch sorts the
-    ranks of a process group, so in another order of ranks places differ between groups."""
+    """The reason, in words, why the axes of a mesh (``joint``: or all of them as one) do not fit
+    together: torch sorts the ranks of every process group, so in a mesh of ranks in another order a
+    rank may have another place in its group than its neighbours on the other axes have."""
     ranks = getattr(mesh, "mesh", None)  # None: a pretended one
     if ranks is None:
         return None
@@ -205,7 +211,8 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes of ``data``, then the axes ``names`` of ``other``; both are of one mesh."""
+    """The axes of ``data``, then the axes ``names`` of ``other``; both belong to one mesh, whose
+    process groups are used."""
     wanted = (*(data.mesh_dim_names or ()), *names)
     if other.mesh_dim_names == wanted:
         return other

@@ -75,7 +75,8 @@ class WholeTensor(Tensor):
 
 
 def whole(value: Tensor, of: str = "") -> WholeTensor:
-    """``value`` as a WholeTensor, same memory and graph; ``of``: the parameter it copies."""
+    """``value`` as a WholeTensor: the same memory and the same graph. ``of``: the parameter that a
+    copy is taken for a view of."""
     made = value.as_subclass(WholeTensor)
     made.of = of
     return made  # type: ignore[no-any-return]
@@ -146,7 +147,8 @@ def on_the_whole(
 
 
 def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write into a plain tensor or torch's DTensor, with gathered operands (collective)."""
+    """Write into a plain tensor, or into a DTensor of torch's, with gathered operands
+    (collective)."""
     target = args[0]
     operands, keywords = tree_map_only(DTensor, gathered, (list(args[1:]), kwargs))
     if isinstance(target, DTensor):
@@ -177,8 +179,11 @@ def _is_view(func: Any) -> bool:
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each whole tensor (tensors without a cut are whole already), by one collective
-    per sharded axis. Meshes come in order of first appearance, alike on all ranks."""
+    """The norm of each whole tensor; tensors without a cut are whole already.
+
+    One collective per sharded axis serves the whole list. Meshes come in order of first appearance,
+    which is the same on every rank.
+    """
     order = float(order)
     cuts: list[Cut | None] = [getattr(one, "cut", None) for one in tensors]
     pairs = zip(tensors, cuts, strict=True)
@@ -278,7 +283,8 @@ VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
 def spans(
     func: Any, shape: Sequence[int], dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Span] | None:
-    """The runs of elements that a view operation gives, found on the meta device; None: no run."""
+    """The runs of elements that a view operation on a whole tensor gives, as torch says where there
+    is no memory; None where it gives no run."""
     like = torch.empty(shape, dtype=dtype, device="meta")
     views = tree_flatten(func(like, *args, **kwargs))[0]
     # A tensor without elements has no layout.

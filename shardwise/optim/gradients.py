@@ -60,8 +60,10 @@ def division_of(parameter: Tensor) -> Division | None:
 
 
 def divide(parameter: Tensor, division: Division | None) -> None:
-    """Have gradients reduced to the replicas that need them (None: to all). One that is divided
-    otherwise is brought to all first (collective)."""
+    """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
+
+    A gradient that is divided otherwise is brought to all replicas first (collective then).
+    """
     if not isinstance(parameter, ShardedTensor) or parameter.version is None:
         return
     version, index = parameter.version, parameter.cut.index
@@ -163,7 +165,8 @@ class Gradients:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
     def widen(self) -> None:
-        """Give gradients the dtype of their weights, for steps without a kernel."""
+        """Give gradients that are narrower than their weights (``Precision.gradients``) the dtype
+        of these, for steps that have no kernel to read them."""
         for parameter in self.parameters:
             grad = parameter.grad
             if grad is not None and grad.dtype != parameter.dtype:
@@ -192,7 +195,8 @@ class Clip:
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def on_device(self) -> Tensor:
-        """[2] fp32, for kernels: the factor; 1 where the norm is not finite: nothing moves."""
+        """[2] fp32, for kernels: the factor of the gradients; and 1 where the norm is not finite,
+        so that nothing may change, else 0."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
     def scale(self, gradients: Gradients) -> None:
@@ -213,8 +217,10 @@ def measure_clip(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Clip:
-    """The clip to a global norm of at most ``max_norm`` (collective over axes of all
-    parameters)."""
+    """The clip that brings the global norm of the gradients to at most ``max_norm``.
+
+    Collective over the axes of all parameters, whether they have gradients or not.
+    """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
     if not norm_type > 0:
@@ -233,8 +239,10 @@ def grad_norm(
     norm_type: float = 2.0,
     parts: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """The norm of all gradients, float32, the same on all ranks; ``parts`` takes those of
-    pieces."""
+    """The norm of all gradients as one vector, float32, the same on every rank.
+
+    ``parts`` takes the norms of this rank's pieces.
+    """
     widest = max(parameters, key=_num_ranks, default=None)
     # By the axes to add up over, and for experts the number of copies that are added.
     members_of: dict[tuple[tuple[comm.Axis, ...], int], list[tuple[Tensor, Tensor]]] = {}
@@ -266,8 +274,11 @@ def grad_norm(
 
 
 def _others_of(parameter: Tensor) -> comm.Axis | bool:
-    """The axis whose ranks store other experts; else whether ranks outside of the mesh store
-    others, not copies (of torch's DTensors only marked experts do)."""
+    """The axis whose ranks store other experts; else whether ranks outside of the parameter's mesh
+    store others, and not copies.
+
+    Of torch's DTensors only our experts do (``sw.optimizer`` marks them): ranks beside the mesh of
+    tensor parallelism store copies."""
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.ranks.others or True
     return getattr(parameter, OTHERS_ELSEWHERE, False)

@@ -161,7 +161,8 @@ class _StandIns(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention of [B, H, T, D]; results have the strides of what they belong to."""
+    """Flash attention of [B, H, T, D]. Results lie in memory as what they belong to does: a model
+    that reshapes them may copy."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

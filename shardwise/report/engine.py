@@ -146,7 +146,8 @@ class Engine:
     def _step(
         self, forward: Callable[[], Tensor], count: int
     ) -> tuple[dict[Moment, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
-        """One step; of the microbatches between first and last one is run for all."""
+        """Microbatches between the first and the last are alike: one of them is run, and counted
+        as often as it comes."""
         phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
             for built in self.units:
@@ -182,7 +183,8 @@ class Engine:
         return following(self.root.owner.module, self.follower, self.ledger)
 
     def _update(self) -> None:
-        """Step as far as buffers and ranks can tell: write trained weights and drop gradients."""
+        """Step like an optimizer, as far as buffers and ranks can tell: write the weights that have
+        gradients, and drop the gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self.groups:
@@ -225,7 +227,8 @@ def build(
     ledger: Ledger,
     in_model: bool,
 ) -> Engine:
-    """The units of ``rank`` at rest, outer first. ``in_model``: modules get their parameters."""
+    """The units of ``rank`` at rest, outer before inner, with their runtime. ``in_model``: whether
+    they put their parameters into the modules."""
     over = {ep: _ranks(options, rank, ep) for ep in {1, options.ep}}
     with META:
         units = [

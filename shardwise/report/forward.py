@@ -121,7 +121,8 @@ class _Work:
                 group.plane(index, "forward")
 
     def backward(self) -> None:
-        """Bring gradients in reverse; a kernel writes its module's before autograd tells of any."""
+        """Bring gradients in reverse. A kernel writes those of its module before autograd tells of
+        any of them."""
         for group, index in self._coded():
             if "backward" in READS[group.format]:
                 group.plane(index, "backward")

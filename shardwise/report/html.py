@@ -39,7 +39,10 @@ EVENTS = "events.jsonl"
 
 
 def write_report(run_directory: str | Path) -> Path:
-    """Write ``report.html`` (its path is returned), and ``loss.svg`` where there is a loss."""
+    """Write ``report.html``, and ``loss.svg`` where there is a loss, into a run's directory.
+
+    Returns the path of the page.
+    """
     folder = Path(run_directory)
     path = folder / EVENTS
     events, notes = _read(path)

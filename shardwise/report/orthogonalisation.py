@@ -71,7 +71,8 @@ def num_holders(sharding: Sharding) -> int:
 
 
 def by_rank(sharding: Sharding, figures: Figures, num_ranks: int) -> list[int]:
-    """The figure of every rank; neighbours that hold different experts have the same."""
+    """The figure of every rank of the world; neighbours that hold different experts have the
+    same."""
     places = ranks_by(sharding.sizes, sharding.sharded)
     own = [figures.get(place, 0) for place in places]
     return [figure for figure in own for _ in range(num_ranks // len(own))]

@@ -402,7 +402,8 @@ def _planned_group(
 
 
 def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
-    """Optimizer state on each rank; where replicas divide matrices, on one of them."""
+    """Optimizer state on each rank. Where replicas divide the matrices, the state of a matrix is
+    on one of them."""
     states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
     divided = [group for group in engine.matrix_groups if group.divides]
     found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]

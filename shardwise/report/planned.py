@@ -158,8 +158,10 @@ class PlannedGroup:
     trainable: bool
 
     def state_bytes(self, states: tuple[int, int]) -> list[int]:
-        """Bytes of optimizer state beside each shard; ``states``: tensors per matrix, and per other
-        one."""
+        """Bytes of optimizer state beside each shard; padding has none.
+
+        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
+        """
         per_shard = [0] * self.layout.num_shards
         for index, matrix in enumerate(self.matrices if self.trainable else ()):
             width = states[0 if matrix else 1] * self.dtype.itemsize

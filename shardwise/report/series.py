@@ -78,7 +78,8 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean of neighbours on both sides, fewer at the begin: a steep fall is not drawn late."""
+    """The mean of neighbours on both sides, fewer at the begin, so that a steep fall is not drawn
+    late."""
     reach = len(points) // 60
     totals = [0.0, *accumulate(y for _, y, _ in points)]
     found: list[Point] = []
@@ -296,7 +297,8 @@ REFERENCES = {
 
 
 def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
-    """None where no step has a loss yet. ``log``: both axes by logarithms, for long runs."""
+    """None where no step has a loss yet. ``log``: both axes by their logarithms, which shows the
+    end of a long run."""
     steps = events_of(events, "step")
     in_bits = any(number(event.get("bits_per_byte")) is not None for event in steps)
     field = "bits_per_byte" if in_bits else "loss"

@@ -134,7 +134,8 @@ def file_documents(spec: str) -> list[Document]:
 
 
 def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
-    """Rows of a dataset from number ``first`` on: its column ``text``, or its only text."""
+    """Rows of a `datasets` dataset as they come, from number ``first`` on: its column ``text``, or
+    its only column of strings."""
     name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
         raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
@@ -213,8 +214,12 @@ class Corpus:
     def bits_per_byte(
         self, loss: float, split: Split = "held_out", scored: Tokens | None = None
     ) -> float:
-        """Bits per byte of a loss in nats per token (per token where bytes are unknown: ``unit``).
-        ``scored``: the tokens, where a part of them was scored."""
+        """Bits per byte of a loss in nats per token; per token where the bytes are unknown
+        (see ``unit``).
+
+        The mean length of a part's tokens holds for the whole part. Where some tokens were scored,
+        ``scored`` (:attr:`HeldOut.scored`) gives the exact figure.
+        """
         length = self.bytes_per_token(split) or 1.0
         if scored is not None and self.codec is not None:
             length = num_bytes(self.codec, scored) / len(scored)

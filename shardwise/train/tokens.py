@@ -140,8 +140,13 @@ def write_tokens(
     num_bytes: int | None = None,
     tokenizer: str | None = None,
 ) -> TokenHeader:
-    """Write an array, or arrays as they are made; returns the header. ``num_bytes``: of the text,
-    for losses per byte; ``tokenizer``: "bytes", or a file and its sha256."""
+    """Write one array, or arrays one after another as they are made, and return the header.
+
+    Args:
+        num_bytes: how many bytes of text the tokens stand for. Without it losses can be given per
+            token only.
+        tokenizer: ``"bytes"`` where token i < 256 is byte i, so that generated text can be read.
+    """
     writer = TokenWriter(path, vocab_size, tokenizer=tokenizer)
     try:
         for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
@@ -152,7 +157,11 @@ def write_tokens(
 
 
 class Joined:
-    """Arrays of tokens, such as mapped files, read as one: length, slices, gathers by positions."""
+    """Arrays of tokens one after another, such as many mapped files, read as if they were one.
+
+    Has what samplers ask of an array: its length, slices and gathers by an array of positions.
+    Only what is asked for is read.
+    """
 
     def __init__(self, arrays: Iterable[Tokens]) -> None:
         self.arrays = [array for array in arrays if len(array)]
