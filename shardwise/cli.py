@@ -142,8 +142,8 @@ def train(command: Train, words: list[str]) -> int:
         ranks = "one rank on each GPU" if gpus else "2 ranks"
         given_ranks = "one rank" if command.nproc == 1 else f"{command.nproc} ranks"
         print(f"starting {ranks if command.nproc is None else given_ranks}", flush=True)
-    # Modules stay: looking for garbage among them takes a fifth of the time of their imports. A rank
-    # looks for garbage again once its model is built.
+    # Modules stay: to look for garbage among them takes a fifth of the time of their imports. Ranks
+    # look for garbage again once the model is built.
     gc.disable()
     from shardwise.train import session
     from shardwise.train.launch import be_only_rank, default_ranks, launch
