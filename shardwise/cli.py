@@ -40,6 +40,7 @@ from shardwise.commands import (
     Verify,
     examples,
 )
+from shardwise.train.cache import keep_bytecode
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.flags import flags_of, given
 from shardwise.train.recipes import RECIPES, load_recipe
@@ -98,6 +99,7 @@ def _parse_and_run(words: list[str]) -> int:
             print(examples("" if words[0].startswith("-") else words[0]))
         raise
     check_torch()
+    keep_bytecode()
     function: Any = next(run for kind, run in _COMMANDS.items() if isinstance(command, kind))
     return function(command, words)  # type: ignore[no-any-return]
 

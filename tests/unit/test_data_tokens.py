@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from shardwise.train import tokenise
 from shardwise.train import tokens as module
+from shardwise.train.cache import shared_cache
 from shardwise.train.codecs import (
     FILE,
     Bytes,
@@ -31,7 +32,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.sources import load_corpus, shared_cache
+from shardwise.train.sources import load_corpus
 from shardwise.train.tokens import (
     HEADER_BYTES,
     MAGIC,
