@@ -7,7 +7,6 @@ Sharding takes a few lines of :func:`build_model`; the model knows nothing of it
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import Corpus, references_of
+from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
 from shardwise.train.module import init_lora, make_model
 from shardwise.train.sampler import Batches, HeldOut, Sampler
@@ -49,7 +48,6 @@ class Parts:
     config: TrainConfig
     decision: str | None  # what "auto" became
     corpus: Corpus
-    references: Future[dict[str, float]]  # of the corpus, on the first rank
     model: nn.Module
     optimizer: ShardedOptimizer
     scheduler: LambdaLR
@@ -68,9 +66,6 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
 
     world.together(check)
     corpus = read_corpus(config, world, cache)
-    beside = ThreadPoolExecutor(1)  # zlib, half of the time, lets other threads work
-    references = beside.submit(lambda: references_of(corpus) if world.first else {})
-    beside.shutdown(wait=False)
     config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
     config, decision = fit(config, precision_of(config, world), world)
     where = {"rank": world.rank // config.tp, "world_size": config.data_ranks(world.size)}
@@ -91,7 +86,6 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         config=config,
         decision=decision,
         corpus=corpus,
-        references=references,
         model=model,
         optimizer=made,
         scheduler=build_scheduler(config, made),

@@ -40,6 +40,7 @@ from shardwise.train.build import (
 )
 from shardwise.train.codecs import decode_text, encode_text, write_codec
 from shardwise.train.config import TrainConfig
+from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
 from shardwise.train.fit import plan_inputs
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
@@ -143,6 +144,7 @@ class Trainer:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
+            self.events("plan", plan=self._plan())
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
             if again:  # path null: the run before it was never saved
@@ -176,9 +178,6 @@ class Trainer:
                     self._ended = self._clock.mark()  # reading the profile is no step's
                 else:
                     reason = self._train_step(guard)
-                if self.world.first and self.step == self._first_step + 1:
-                    self.events("plan", plan=self._plan())  # a GPU computes the step meanwhile
-                    self._ended = self._clock.mark()
                 done = self.step == config.steps
                 scores = self._scores(self.step)
                 saves = self.step % config.save_every == 0 or done or reason
@@ -481,7 +480,7 @@ class Trainer:
                 "text": f"{len(corpus.train) / 1e6:.2f}M tokens, "
                 f"{len(corpus.held_out) / 1e6:.2f}M held out",
                 "unit": corpus.unit,
-                **self.parts.references.result(),
+                **references_of(corpus),
             },
             "world_size": self.world.size,
             "num_nodes": self.world.num_nodes,
