@@ -4,6 +4,7 @@ here imports torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from importlib.util import cache_from_source, find_spec
@@ -11,8 +12,12 @@ from pathlib import Path
 
 
 def shared_cache() -> Path:
-    """The folder: ``$XDG_CACHE_HOME/shardwise``, or ``~/.cache/shardwise``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
+    """The folder: ``$XDG_CACHE_HOME/shardwise``, or ``~/.cache/shardwise``; for a user without a
+    home, one that nobody can make."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
+    except RuntimeError:
+        return Path(os.devnull) / "shardwise"
 
 
 def keep_bytecode() -> None:
@@ -25,7 +30,11 @@ def keep_bytecode() -> None:
         return
     beside = Path(cache_from_source(found.origin))
     writes = not sys.dont_write_bytecode and os.access(beside.parent.parent, os.W_OK)
-    if not writes and not beside.exists():
-        sys.dont_write_bytecode, sys.pycache_prefix = False, str(shared_cache() / "bytecode")
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    if writes or beside.exists():
+        return
+    folder = shared_cache() / "bytecode"
+    with contextlib.suppress(OSError):  # no room, no home
+        folder.mkdir(parents=True, exist_ok=True)
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

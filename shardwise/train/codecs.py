@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.train.tokens import (
+    CHUNK,
     DataError,
     MissingExtraError,
     Tokens,
+    check_range,
     dtype_for,
     write_whole,
 )
@@ -280,7 +282,11 @@ def encode_each(codec: Codec, documents: Sequence[bytes]) -> list[Tokens]:
 
 def num_bytes(codec: Codec, tokens: Tokens) -> int:
     """The bytes that tokens stand for; the end of a document is none."""
-    counts = np.bincount(tokens, minlength=codec.vocab_size)
+    counts = np.zeros(codec.vocab_size, np.int64)
+    for begin in range(0, len(tokens), CHUNK):
+        chunk = tokens[begin : begin + CHUNK]
+        check_range(chunk, codec.vocab_size, f"tokens of {codec.name}", begin)
+        counts += np.bincount(chunk, minlength=codec.vocab_size)
     counts[codec.end] = 0
     return int(counts @ codec.lengths)
 

@@ -116,7 +116,7 @@ def test_a_start_looks_for_no_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert looked == [False] and gc.isenabled()
 
 
-@pytest.mark.parametrize("kept", ["beside", "nowhere", "as told"])
+@pytest.mark.parametrize("kept", ["beside", "nowhere", "as told", "no home"])
 def test_bytecode_is_kept_where_python_would_keep_none(
     kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -131,6 +131,9 @@ def test_bytecode_is_kept_where_python_would_keep_none(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     if kept == "beside":
         py_compile.compile(str(source))
+    if kept == "no home":
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
+        monkeypatch.delenv("XDG_CACHE_HOME")
     cache.keep_bytecode()
     folder = str(tmp_path / "home" / "shardwise" / "bytecode")
     assert sys.pycache_prefix == (folder if kept == "nowhere" else told)
