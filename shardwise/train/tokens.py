@@ -213,11 +213,15 @@ def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
 
 
 def is_token_file(path: Path) -> bool:
-    return path.is_file() and _magic_of(path) == MAGIC
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_header(path: Path) -> TokenHeader:
-    _require_file(path)
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; give the path of a token file")
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
     if head[: len(MAGIC)] != MAGIC:
@@ -280,11 +284,6 @@ def _encode_header(header: TokenHeader) -> bytes:
     return start + hashlib.sha256(start).digest()
 
 
-def _magic_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC))
-
-
 def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
     digest = hashlib.sha256()
     for begin in range(0, len(tokens), CHUNK):
@@ -305,8 +304,3 @@ def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
             f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
             f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
         )
-
-
-def _require_file(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file; give the path of a token file")
