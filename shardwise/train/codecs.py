@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.train.tokens import (
+    CHUNK,
     DataError,
     MissingExtraError,
     Tokens,
+    check_range,
     dtype_for,
     write_whole,
 )
@@ -49,6 +51,7 @@ class Codec(Protocol):
     name: str
     vocab_size: int
     end: int  # the token that ends a document
+    lengths: NDArray[np.int64]  # of each token in symbols
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """All documents, each with the end token after it."""
@@ -66,6 +69,7 @@ class Bytes:
     name = "bytes"
     vocab_size = NUM_SYMBOLS
     end = END
+    lengths = np.ones(NUM_SYMBOLS, np.int64)
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         return _with_ends([np.frombuffer(one, np.uint8) for one in documents], self)
@@ -120,8 +124,8 @@ class Pieces:
             for number in range(self.vocab_size)
         ]
         pieces[self.end] = b"\0"  # its symbol is END: see below
-        self._lengths = np.array([len(piece) for piece in pieces])
-        self._begins = np.concatenate(([0], self._lengths[:-1].cumsum()))
+        self.lengths = np.array([len(piece) for piece in pieces], np.int64)
+        self._begins = np.concatenate(([0], self.lengths[:-1].cumsum()))
         self._flat = np.frombuffer(b"".join(pieces), np.uint8).astype(np.uint16)
         self._flat[self._begins[self.end]] = END
 
@@ -180,7 +184,7 @@ class Pieces:
 
     def symbols(self, tokens: Tokens) -> NDArray[np.uint16]:
         tokens = np.asarray(tokens, np.int64)
-        lengths = self._lengths[tokens]
+        lengths = self.lengths[tokens]
         ends = lengths.cumsum()
         # Each output position reads the flat table at: its token's begin there, plus how far into
         # the token it is.
@@ -278,7 +282,13 @@ def encode_each(codec: Codec, documents: Sequence[bytes]) -> list[Tokens]:
 
 def num_bytes(codec: Codec, tokens: Tokens) -> int:
     """The bytes that tokens stand for; the end of a document is none."""
-    return len(codec.symbols(tokens)) - int(np.count_nonzero(tokens == codec.end))
+    counts = np.zeros(codec.vocab_size, np.int64)
+    for begin in range(0, len(tokens), CHUNK):
+        chunk = tokens[begin : begin + CHUNK]
+        check_range(chunk, codec.vocab_size, f"tokens of {codec.name}", begin)
+        counts += np.bincount(chunk, minlength=codec.vocab_size)
+    counts[codec.end] = 0
+    return int(counts @ codec.lengths)
 
 
 def require(package: str, extra: str) -> Any:

@@ -41,6 +41,7 @@ from shardwise.train.codecs import (
     require,
 )
 from shardwise.train.tokens import (
+    CHUNK,
     DataError,
     Tokens,
 )
@@ -275,7 +276,6 @@ def _cut_the_longest(
 # ------------------------------------------------------------------------------ references
 
 _MOST = 16 << 20  # symbols counted, about: more take seconds of every start
-_CHUNK = 1 << 22
 
 
 def references_of(corpus: Corpus) -> dict[str, float]:
@@ -311,7 +311,7 @@ def references_of(corpus: Corpus) -> dict[str, float]:
 def count_pairs(symbols: NDArray[np.uint16]) -> NDArray[Any]:
     """How often symbol b follows symbol a: [257, 257]."""
     counts = np.zeros(NUM_SYMBOLS**2, np.int64)
-    for begin in range(0, len(symbols) - 1, _CHUNK):
-        chunk = symbols[begin : begin + _CHUNK + 1].astype(np.int64)
+    for begin in range(0, len(symbols) - 1, CHUNK):
+        chunk = symbols[begin : begin + CHUNK + 1].astype(np.int64)
         counts += np.bincount(chunk[:-1] * NUM_SYMBOLS + chunk[1:], minlength=len(counts))
     return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).astype(np.float64)

@@ -175,6 +175,7 @@ class Trainer:
                     with record_step(self.world.device) as profile:
                         reason = self._train_step(guard)
                     self.events("profile", step=self.step, **profile)
+                    self._ended = self._clock.mark()  # reading the profile is no step's
                 else:
                     reason = self._train_step(guard)
                 done = self.step == config.steps

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -235,6 +236,8 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
         if mine is not None:
             mine[1].undo()
         raise
+    gc.freeze()  # what was imported and built stays: it is not looked at again
+    gc.enable()
     try:
         outcome = trainer.run()
     except (Exception, KeyboardInterrupt) as error:

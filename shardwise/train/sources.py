@@ -20,7 +20,6 @@ import glob
 import hashlib
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.attempt import is_abandoned, whole_folder
 from shardwise.notices import warn_once
+from shardwise.train.cache import shared_cache
 from shardwise.train.codecs import (
     FILE,
     Bytes,
@@ -300,12 +300,6 @@ def _cached(folder: Path, codec: Codec | int, count: int) -> tuple[Codec, TokenP
         raise DataError(f"{folder / FILE} is not what its tokens were made with: remove {folder}")
     arrays = [tokens for tokens, _ in opened]
     return made, list(zip(arrays[::2], arrays[1::2], strict=True))
-
-
-def shared_cache() -> Path:
-    """The folder of what one run of this user leaves for the next: ``$XDG_CACHE_HOME/shardwise``,
-    or ``~/.cache/shardwise``. It may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
 
 
 @contextlib.contextmanager

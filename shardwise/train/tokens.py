@@ -37,7 +37,7 @@ HEADER_BYTES = 4096  # a page, so that the tokens of a mapped file are aligned
 _DIGEST_AT = HEADER_BYTES - hashlib.sha256().digest_size
 CHECKED_BYTES = 256 << 20
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_CHUNK = 1 << 22  # tokens read at a time while checking
+CHUNK = 1 << 22  # tokens read at a time
 
 
 # ------------------------------------------------------------------------------ errors
@@ -207,8 +207,8 @@ def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
     if tokens.nbytes <= CHECKED_BYTES:
         _verify(path, tokens, header)
     else:
-        for begin in (0, max(0, len(tokens) - _CHUNK)):
-            check_range(tokens[begin : begin + _CHUNK], header.vocab_size, str(path), begin)
+        for begin in (0, max(0, len(tokens) - CHUNK)):
+            check_range(tokens[begin : begin + CHUNK], header.vocab_size, str(path), begin)
     return tokens, header
 
 
@@ -286,8 +286,8 @@ def _encode_header(header: TokenHeader) -> bytes:
 
 def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
     digest = hashlib.sha256()
-    for begin in range(0, len(tokens), _CHUNK):
-        chunk = tokens[begin : begin + _CHUNK]
+    for begin in range(0, len(tokens), CHUNK):
+        chunk = tokens[begin : begin + CHUNK]
         check_range(chunk, header.vocab_size, str(path), begin)
         digest.update(np.ascontiguousarray(chunk).data)
     if digest.hexdigest() != header.sha256:

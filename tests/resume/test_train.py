@@ -82,6 +82,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     compare(strategy, optimizer, ranks, tmp_path)
 
 
+def test_reading_a_profile_is_no_time_of_the_step_after_it(tmp_path: Path) -> None:
+    changes = {"data": write_text(tmp_path), "steps": 2, "profile_step": 1, "eval_every": 0}
+    run_ranks(straight, 1, str(tmp_path / "run"), changes)
+    (profile,), steps = (events_of(tmp_path / "run", kind) for kind in ("profile", "step"))
+    # Times in events are rounded to a millisecond.
+    assert steps[1]["seconds"] <= steps[1]["time"] - profile["time"] + 1e-3
+
+
 def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     wide = dataclasses.replace(TINY.model, dim=32)
     # The last two of eight steps are in bf16.

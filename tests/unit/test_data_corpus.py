@@ -400,6 +400,17 @@ def test_a_pretrained_tokenizer_reads_text_and_goes_with_its_tokens(tmp_path: Pa
     assert decode_text(opened.codec, opened.train[:50]) == decode_text(
         corpus.codec, corpus.train[:50]
     )
+    for number, last in enumerate((corpus.train[-1], 299)):  # nobody wrote down their tokenizer
+        tokens = np.append(corpus.train[:-1], last)
+        write_tokens(tmp_path / f"{number}.bin", tokens, 300)
+    named = {"tokenizer": str(given / "tokenizer.json"), "held_out": 0.1}
+    (tmp_path / "more").mkdir()
+    for name in ("a.bin", "b.bin"):
+        shutil.copy(tmp_path / "0.bin", tmp_path / "more" / name)
+    one, two = (load_corpus(str(tmp_path / name), **named) for name in ("0.bin", "more"))
+    assert one.train_bytes and two.train_bytes == 2 * one.train_bytes
+    with pytest.raises(DataError, match=r"tokenizer.json: token \d+ is 299, outside 0"):
+        load_corpus(str(tmp_path / "1.bin"), **named)
     (given / "tokenizer.json").write_bytes(Pieces.train([b"other text " * 9], 260).files()[FILE])
     with pytest.raises(DataError, match=r"is not the tokenizer that t\.bin was made with"):
         load_corpus(str(given / "t.bin"))

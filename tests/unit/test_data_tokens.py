@@ -7,6 +7,7 @@ import ctypes
 import gzip
 import hashlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from shardwise.train import tokenise
 from shardwise.train import tokens as module
+from shardwise.train.cache import shared_cache
 from shardwise.train.codecs import (
     FILE,
     Bytes,
@@ -31,7 +33,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.sources import load_corpus, shared_cache
+from shardwise.train.sources import load_corpus
 from shardwise.train.tokens import (
     HEADER_BYTES,
     MAGIC,
@@ -199,7 +201,7 @@ def test_large_files_are_checked_at_their_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHECKED_BYTES", 100)
-    monkeypatch.setattr(module, "_CHUNK", 10)
+    monkeypatch.setattr(module, "CHUNK", 10)
     path = written(tmp_path)
     rewrite(path, poke(HEADER_BYTES + 2 * 500, b"\xff\xff"))
     open_tokens(path)  # the middle of a large file is not read
@@ -319,8 +321,10 @@ def test_any_number_of_workers_makes_the_same_tokens(
         tokenise.tokenise(["hf:x"], tmp_path / "three")
 
 
-def test_caches_that_were_cleaned_or_damaged_are_made_again(tmp_path: Path) -> None:
-    """What earlier runs left may be removed file by file, or rot."""
+def test_caches_that_were_cleaned_or_damaged_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What earlier runs left may be removed file by file, or rot; or a user has no home for it."""
     pytest.importorskip("tokenizers")
     (tmp_path / "text").write_bytes(b"the fox and the dog, " * 99)
     options = {"spec": str(tmp_path / "text"), "tokenizer": "bpe:283"}
@@ -330,7 +334,9 @@ def test_caches_that_were_cleaned_or_damaged_are_made_again(tmp_path: Path) -> N
         (left / "held_out.bin").unlink,
         partial((left / FILE).write_bytes, Pieces.train([b"other text " * 9], 260).files()[FILE]),
         partial((left / "train.bin").write_bytes, b""),
+        partial(monkeypatch.delenv, "XDG_CACHE_HOME"),
     ]
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
     for number, damage in enumerate(damages):
         damage()
         again = load_corpus(**options, cache=tmp_path / f"{number}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib.machinery
 import io
 import itertools
 import json
 import os
+import py_compile
 import re
 import resource
 import subprocess
@@ -26,7 +28,7 @@ from rich.console import Console as RichConsole
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
-from shardwise.train import session
+from shardwise.train import cache, session
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
@@ -103,6 +105,42 @@ def test_help_and_version_import_no_torch() -> None:
         [sys.executable, "-c", script, *told], capture_output=True, text=True, check=True
     )
     assert all(word in done.stdout for word in told.values()), done.stdout
+
+
+def test_a_start_looks_for_no_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looked: list[bool] = []
+    monkeypatch.setattr(session, "train", lambda *_: looked.append(gc.isenabled()) or 0)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert cli.run(["train", "smoke", "--out", str(tmp_path)]) == 0
+    assert looked == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize("kept", ["beside", "nowhere", "as told", "no home"])
+def test_bytecode_is_kept_where_python_would_keep_none(
+    kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, told = tmp_path / "torch.py", str(tmp_path / "told") if kept == "as told" else None
+    source.write_text("")
+    found = importlib.machinery.ModuleSpec("torch", None, origin=str(source))
+    monkeypatch.setattr(cache, "find_spec", lambda name: found)
+    for name, value in (("dont_write_bytecode", True), ("pycache_prefix", told)):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    if kept == "beside":
+        py_compile.compile(str(source))
+    if kept == "no home":
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    cache.keep_bytecode()
+    folder = str(tmp_path / "home" / "shardwise" / "bytecode")
+    assert sys.pycache_prefix == (folder if kept == "nowhere" else told)
+    assert (
+        sys.dont_write_bytecode == ("PYTHONDONTWRITEBYTECODE" in os.environ) == (kept != "nowhere")
+    )
+    assert os.environ["PYTHONPYCACHEPREFIX"] == (folder if kept == "nowhere" else "")
 
 
 @pytest.mark.parametrize("name", RECIPES)

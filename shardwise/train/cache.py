@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache: what one run of this user leaves for the next. It may be deleted at any time, and nothing
+here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+
+
+def shared_cache() -> Path:
+    """The folder: ``$XDG_CACHE_HOME/shardwise``, or ``~/.cache/shardwise``; for a user without a
+    home, one that nobody can make."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
+    except RuntimeError:
+        return Path(os.devnull) / "shardwise"
+
+
+def keep_bytecode() -> None:
+    """Keep Python's bytecode in the cache, for this process and those that it starts, where torch
+    was installed without bytecode and Python will write none beside it (PYTHONDONTWRITEBYTECODE,
+    or a folder of another user). Else every start compiles torch's sources: 10 s.
+    """
+    found = find_spec("torch")
+    if sys.pycache_prefix is not None or found is None or found.origin is None:
+        return
+    beside = Path(cache_from_source(found.origin))
+    writes = not sys.dont_write_bytecode and os.access(beside.parent.parent, os.W_OK)
+    if writes or beside.exists():
+        return
+    folder = shared_cache() / "bytecode"
+    with contextlib.suppress(OSError):  # no room, no home
+        folder.mkdir(parents=True, exist_ok=True)
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
