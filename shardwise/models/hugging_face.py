@@ -85,6 +85,18 @@ _STACK = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
+# The only values of options for which each kind of experts has a form. With qk_norm=True a mixtral
+# would be a qwen3_moe.
+_SWIGLU = {"capacity_factor": None, "expert_activation": "swiglu", "expert_biases": False}
+_SOFTMAX = {"shared_hidden_dim": 0, "expert_score": "softmax", "bias_rate": 0.0}
+_SOFTMAX |= {"expert_groups": 1, "expert_scale": 1.0}
+_ONLY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _SWIGLU | _SOFTMAX,
+    "mixtral": _SWIGLU | _SOFTMAX | {"num_dense_layers": 0, "normalise_scores": True},
+    "dots1": _SWIGLU | {"expert_score": "sigmoid"},
+}
+
+
 def model_type(config: GPTConfig) -> str:
     """The Hugging Face model type that computes the same; raises where there is none."""
     if not config.num_experts:
@@ -92,37 +104,17 @@ def model_type(config: GPTConfig) -> str:
     kind = "qwen3_moe" if config.qk_norm else "mixtral"
     if config.qk_norm and (config.shared_hidden_dim or config.expert_score == "sigmoid"):
         kind = "dots1"
-    problems = []
-    if kind == "dots1":
-        if config.expert_score != "sigmoid" or not config.bias_rate:
-            problems.append(
-                f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate} (scores are "
-                f"sigmoids, with a bias)"
-            )
-        if not config.shared_hidden_dim or config.shared_hidden_dim % config.expert_width:
-            problems.append(
-                f"shared_hidden_dim={config.shared_hidden_dim} (a multiple of the experts' width, "
-                f"{config.expert_width})"
-            )
-    else:
-        if config.shared_hidden_dim:
-            problems.append(f"shared_hidden_dim={config.shared_hidden_dim}")
-        if config.expert_score != "softmax" or config.bias_rate:
-            problems.append(f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate}")
-        if config.expert_groups > 1 or config.expert_scale != 1:
-            problems.append(
-                f"expert_groups={config.expert_groups}, expert_scale={config.expert_scale}"
-            )
-    if config.capacity_factor is not None:
-        problems.append(f"capacity_factor={config.capacity_factor}")
-    if config.expert_activation != "swiglu" or config.expert_biases:
+    problems = [
+        f"{name}={getattr(config, name)!r}"
+        for name, only in _ONLY[kind].items()
+        if getattr(config, name) != only
+    ]
+    width = config.expert_width
+    if kind == "dots1" and not config.bias_rate:
+        problems.append(f"bias_rate=0 with expert_score={config.expert_score!r}, which has a bias")
+    if kind == "dots1" and (not config.shared_hidden_dim or config.shared_hidden_dim % width):
         problems.append(
-            f"expert_activation={config.expert_activation!r}, expert_biases={config.expert_biases}"
-        )
-    if kind == "mixtral" and (config.num_dense_layers or not config.normalise_scores):
-        problems.append(
-            f"num_dense_layers={config.num_dense_layers}, normalise_scores="
-            f"{config.normalise_scores} (with qk_norm=True it would be a Qwen3MoeForCausalLM)"
+            f"shared_hidden_dim={config.shared_hidden_dim} (a multiple of the experts' {width})"
         )
     if problems:
         raise ValueError(

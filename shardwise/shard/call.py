@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -436,10 +437,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         items = [map_tensors(change, item) for item in value]
-        return value if all(map(_same, items, value)) else kind(items)
+        return value if all(map(is_, items, value)) else kind(items)
     if kind is dict:
         changed = {key: map_tensors(change, item) for key, item in value.items()}
-        return value if all(map(_same, changed.values(), value.values())) else changed
+        return value if all(map(is_, changed.values(), value.values())) else changed
     if value is None or kind in (int, float, bool, str):
         return value
     if dataclasses.is_dataclass(kind):
@@ -448,11 +449,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if len(leaves) == 1 and leaves[0] is value:
         return value  # nothing that torch knows how to open
     items = [map_tensors(change, leaf) for leaf in leaves]
-    return value if all(map(_same, items, leaves)) else tree_unflatten(items, spec)
-
-
-def _same(first: Any, second: Any) -> bool:
-    return first is second
+    return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
 
 
 def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -463,8 +460,5 @@ def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         if new is not old:
             if result is value:
                 result = copy.copy(value)
-            try:
-                setattr(result, field.name, new)
-            except dataclasses.FrozenInstanceError:
-                object.__setattr__(result, field.name, new)
+            object.__setattr__(result, field.name, new)  # also where it is frozen
     return result
