@@ -18,6 +18,8 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 # One thread per rank: two ranks with a pool of threads each fight over the same cores.
 export OMP_NUM_THREADS ?= 1
+# Modules are compiled once, not by every worker, rank and command that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test lint format types contracts pytest docs wheel bench soak clean
 .DEFAULT_GOAL := help

@@ -4,11 +4,13 @@
 make_trainer        inside the rank pool: the loop alone
 inside              a command that starts no ranks, in this process
 fork_ranks          the ranks of a run, forked from a process that has imported torch already
+fork_launcher       the command with its launcher and ranks, forked likewise
 start               the command that people type: a launcher and ranks, three imports of torch
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import io
@@ -20,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,24 +191,18 @@ def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     return process
 
 
-class ForkedRanks:
-    """The ranks of one run without a launcher, each in a session of its own."""
+class Forked:
+    """Processes that are forks of one that has imported torch, each in a session of its own."""
 
-    def __init__(self, words: tuple[str, ...], cwd: Path, nproc: int) -> None:
+    def __init__(
+        self, words: tuple[str, ...], cwd: Path, environments: list[dict[str, str]]
+    ) -> None:
         context = rank_context()
         self._folder = Path(tempfile.mkdtemp(prefix="forked-"))
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = int(listener.getsockname()[1])
         self.processes = []
-        for rank in range(nproc):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
-            variables |= {"LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "localhost"}
-            texts = {name: str(value) for name, value in variables.items()}
-            texts |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            process = context.Process(
-                target=_forked_rank, args=(words, str(cwd), texts, str(self._folder / str(rank)))
-            )
+        for number, variables in enumerate(environments):
+            out = str(self._folder / str(number))
+            process = context.Process(target=_forked, args=(words, str(cwd), variables, out))
             process.start()
             self.processes.append(process)
         _FORKED.append(self)
@@ -213,13 +211,18 @@ class ForkedRanks:
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self.processes]
 
+    @property
+    def pid(self) -> int:
+        (pid,) = self.pids
+        return pid
+
     def poll(self) -> int | None:
-        """None while any rank runs; then the first exit code that is not 0."""
+        """None while any process runs; then the first exit code that is not 0."""
         codes = [process.exitcode for process in self.processes]
         return None if None in codes else next((code for code in codes if code), 0)
 
     def finish(self, timeout: float = 120) -> tuple[int, str, str]:
-        """The first exit code that is not 0, and what all ranks wrote."""
+        """The first exit code that is not 0, and what all processes wrote."""
         for process in self.processes:
             process.join(timeout)
         code = self.poll()
@@ -229,6 +232,8 @@ class ForkedRanks:
 
     def kill(self) -> None:
         for process in self.processes:
+            for pid in ranks_of(process.pid or 0):
+                os.kill(pid, signal.SIGKILL)
             process.kill()
             process.join(30)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -237,12 +242,20 @@ class ForkedRanks:
         return "".join(path.read_text() for path in sorted(self._folder.glob(f"*.{kind}")))
 
 
-_FORKED: list[ForkedRanks] = []
+_FORKED: list[Forked] = []
 
 
-def fork_ranks(*words: str, cwd: Path, nproc: int = 2) -> ForkedRanks:
+def fork_ranks(*words: str, cwd: Path, nproc: int = 2) -> Forked:
     """Start the ranks of a command, as a launcher would."""
-    return ForkedRanks(words, cwd, nproc)
+    variables = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
+    return Forked(words, cwd, [variables | rank for rank in ranks])
+
+
+def fork_launcher(*words: str, cwd: Path, count: int = 1, **variables: str) -> Forked:
+    """Start a command, or torch's own launcher ("torchrun"), whose ranks are forks of it."""
+    return Forked(words, cwd, [variables] * count)
 
 
 def forked(*words: str, cwd: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:
@@ -250,7 +263,16 @@ def forked(*words: str, cwd: Path, nproc: int = 2) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(words, *fork_ranks(*words, cwd=cwd, nproc=nproc).finish())
 
 
-def _forked_rank(words: tuple[str, ...], cwd: str, variables: dict[str, str], out: str) -> None:
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def _forked(words: tuple[str, ...], cwd: str, variables: dict[str, str], out: str) -> None:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
     os.setsid()
     exit_with_parent()
     default_signals()
@@ -258,10 +280,35 @@ def _forked_rank(words: tuple[str, ...], cwd: str, variables: dict[str, str], ou
         with open(f"{out}.{kind}", "w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    os.environ.update(variables)
+    os.environ.update(variables | {"GLOO_SOCKET_IFNAME": "lo"})
+    tempfile.tempdir = None  # of the environment that was
     os.chdir(cwd)
     torch.set_num_threads(1)
-    main(list(words))
+    SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
+    if words[0] == "torchrun":
+        torchrun.main(words[1:])
+    else:
+        main(list(words))
+
+
+def _fork_rank(handler: Any, words: tuple[str, ...], env: dict[str, str]) -> Any:
+    """In a launcher: start a rank as its fork, instead of a process that imports torch."""
+
+    def rank() -> None:
+        os.setsid()
+        Path("/proc/self/comm").write_text(f"RANK={env['RANK']}")  # for `ranks_of`
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the launcher's folders
+        default_signals()
+        os.environ.clear()
+        os.environ.update(env)
+        try:
+            main(list(words[words.index("shardwise.cli") + 1 :]))
+        finally:
+            atexit._run_exitfuncs()
+
+    process = get_context("fork").Process(target=rank)
+    process.start()
+    return process._popen  # type: ignore[attr-defined]
 
 
 def wait_for_end(pids: list[int], seconds: float = 150) -> None:
@@ -287,7 +334,7 @@ def stop_all() -> None:
     while _STARTED:
         process = _STARTED.pop()
         if process.poll() is None:
-            for pid in [*ranks_of(process), process.pid]:
+            for pid in [*ranks_of(process.pid), process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.communicate()
@@ -298,7 +345,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, s
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for pid in ranks_of(process):
+        for pid in ranks_of(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
         out, err = process.communicate()
@@ -306,7 +353,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, s
     return process.returncode, out, err
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: int) -> list[int]:
     """The process ids of its ranks, by rank."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -314,25 +361,25 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
             continue
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (entry / "environ").read_bytes().split(b"\0")
+            names = [(entry / "comm").read_bytes(), *(entry / "environ").read_bytes().split(b"\0")]
         except (OSError, ValueError, IndexError):
             continue
-        rank = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-        if parent == process.pid and rank:
+        rank = [int(v[5:]) for v in names if v.startswith(b"RANK=")]
+        if parent == launcher and rank:
             found.append((rank[0], int(entry.name)))
     return [pid for _, pid in sorted(found)]
 
 
 def wait_until(
     ready: Callable[[], Any],
-    process: subprocess.Popen[str] | ForkedRanks,
+    process: subprocess.Popen[str] | Forked,
     seconds: float = 150,
 ) -> Any:
     """What ``ready`` gives once it gives something; looks 50 times a second."""
     limit = time.monotonic() + seconds
     while not (found := ready()):
         assert process.poll() is None, (
-            process.finish() if isinstance(process, ForkedRanks) else finish(process)
+            process.finish() if isinstance(process, Forked) else finish(process)
         )
         assert time.monotonic() < limit, "it never came to that"
         time.sleep(0.02)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from tests.ranks import run_ranks
 from tests.train_runs import (
     events_of,
     finish,
+    fork_launcher,
     forked,
     make_trainer,
     ranks_of,
@@ -93,11 +95,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 def test_one_rank_is_the_process_itself_and_stops_when_it_is_asked_to(tmp_path: Path) -> None:
     name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
-    process = start("train", name, "--out", "run", "--nproc", "1", cwd=tmp_path)
+    process = fork_launcher("train", name, "--out", "run", "--nproc", "1", cwd=tmp_path)
     wait_until(lambda: steps_done(run) >= 3, process)
     assert json.loads((run / ".lock").read_text())["pid"] == process.pid
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
+    os.kill(process.pid, signal.SIGTERM)
+    code, out, err = process.finish()
     assert code == 0, err
     assert "starting one rank" in out and "stopped after step" in out
     *_, saved = events_of(run, "save")
@@ -109,14 +111,14 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
     undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
-    process = start("train", name, "--out", "run", "--max-restarts", "1", cwd=tmp_path)
+    process = fork_launcher("train", name, "--out", "run", "--max-restarts", "1", cwd=tmp_path)
     wait_until(lambda: steps_done(run) >= 6 and events_of(run, "save"), process)
-    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     wait_until(lambda: events_of(run, "resume") and steps_done(run) >= LAST, process)
     assert events_of(run, "resume")[0]["step"] >= 5
     assert first_losses(run) == undisturbed
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    code, _, err = finish(process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    code, _, err = process.finish()
     assert code == 128 + signal.SIGKILL, err
     assert "rank 1" in err and "SIGKILL" in err and "--resume" in err
     assert "Traceback" not in err
@@ -137,15 +139,19 @@ def test_a_signal_to_the_launcher_saves_at_the_next_step_and_leaves_nothing_behi
     name = write_recipe(tmp_path, "steps=100000, save_every=100000, eval_every=0")
     (tmp_path / "tmp").mkdir()
     places = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    process = start("train", name, "--out", "run", cwd=tmp_path, **places)
+    # One of them is the true command, in processes that import torch and end as others do.
+    began = {signal.SIGHUP: start, signal.SIGKILL: fork_launcher}[number]
+    process = began("train", name, "--out", "run", cwd=tmp_path, **places)
     wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
-    before, ranks = steps_done(tmp_path / "run"), ranks_of(process)
-    if number == signal.SIGHUP:  # the terminal is gone, and with it what could be written to
+    before, ranks = steps_done(tmp_path / "run"), ranks_of(process.pid)
+    if isinstance(process, Popen):  # the terminal is gone, and with it what could be written to
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
     os.kill(process.pid, number)
-    code, out, err = finish(process)
+    if number == signal.SIGKILL:
+        wait_for_end(ranks)
+    code, out, err = finish(process) if isinstance(process, Popen) else process.finish()
     assert code == (-number if number == signal.SIGKILL else 0), err
     wait_for_end(ranks)
     (saved,) = events_of(tmp_path / "run", "save")

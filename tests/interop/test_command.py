@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,10 @@ import pytest
 from shardwise.cli import run
 from shardwise.train.tokens import write_tokens
 from tests.train_runs import (
-    environment,
     events_of,
+    fork_launcher,
     forked,
+    free_port,
     inside,
     stop_all,
     write_text,
@@ -98,21 +97,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run in it, by two agents, each of which takes itself for a machine.
     (The command's own launcher: faults/test_launch.)"""
     folder = tmp_path_factory.mktemp("trained")
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = int(listener.getsockname()[1])
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
-    agent += ["1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    agent += ["--rdzv-id", "test", "-m", "shardwise.cli", "train", "smoke", "--steps", "4"]
-    agent += ["--data", write_text(folder), "--strategy", "hsdp", "--out", "run"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    nodes = [subprocess.Popen(agent, cwd=folder, env=environment(), **pipes) for _ in range(2)]
-    said = [node.communicate(timeout=300) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    (out,) = [out for out, _ in said if out]  # one rank speaks for all
-    assert "step 4/4" in out and "a sample of what the model writes" in out
+    words = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "test"]
+    words += ["-m", "shardwise.cli", "train", "smoke", "--steps", "4", "--strategy", "hsdp"]
+    words += ["--data", write_text(folder), "--out", "run"]
+    code, out, err = fork_launcher(*words, cwd=folder, count=2).finish(300)
+    assert code == 0, err
+    assert out.count("a sample of what the model writes") == 1, "one rank speaks for all"
+    assert "step 4/4" in out
     assert "sha256" in out and "bigram" in out
-    assert not any("shardwise" in err or "Warning" in err for _, err in said), said
+    assert "shardwise" not in err and "Warning" not in err, err
     return folder
 
 

@@ -56,7 +56,7 @@ def backend(change: Callable[[Any], object], seen: list[Counter[str]]) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
-@on_ranks(2)
+@on_ranks(lambda strategy: 2 if strategy == "zero3" else 1)  # dynamic shapes: every rank traces 8 s
 def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strategy: str) -> None:
     results, graphs = [], []
     for change in (None, lambda graph: None, fp8_graphs.join):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -41,6 +42,14 @@ def fitted(
 
 
 PRECISION = named_precision("bf16", experts=False)
+
+
+@pytest.fixture(autouse=True)
+def the_same_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "bytes_held", bytes_held)
+
+
+bytes_held = functools.cache(fit.bytes_held)
 
 
 def held(config: TrainConfig, recompute: str, sequences: int) -> int:
