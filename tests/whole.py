@@ -78,3 +78,9 @@ def _whole(tensor: Tensor) -> Tensor:
     """A plain tensor, or one of torch's DTensors."""
     tensor = tensor.detach()
     return getattr(tensor, "full_tensor", tensor.clone)().clone()  # type: ignore[no-any-return]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not wrong, wrong

@@ -393,21 +393,17 @@ METHODS: dict[str, tuple[tuple[Any, ...], bool]] = {
     "set_custom_reduce_scatter": ((object(),), False),
     "set_force_sum_reduction_for_comms": ((False,), True),
     "set_gradient_divide_factor": ((float,), True),
-    "set_is_last_backward": ((True,), True),
     "set_modules_to_backward_prefetch": (([],), True),
     "set_modules_to_forward_prefetch": (([],), True),
     "set_post_optim_event": ((None,), True),
     "set_reduce_scatter_divide_factor": ((float,), True),
     "set_reduce_scatter_max_input_buffers": ((1,), True),
-    "set_reduce_scatter_unused_params": ((True,), True),
-    "set_requires_all_reduce": ((True,), True),
-    "set_requires_gradient_sync": ((True,), True),
-    "set_reshard_after_backward": ((True,), True),
-    "set_reshard_after_forward": ((True,), True),
-    "set_separate_reduce_scatter_group": ((True,), True),
     "set_symm_mem_for_comm": (("NCCL",), False),
-    "set_unshard_in_backward": ((True,), True),
 }
+SWITCHES = ("is_last_backward", "reduce_scatter_unused_params", "requires_all_reduce")
+SWITCHES += ("requires_gradient_sync", "reshard_after_backward", "reshard_after_forward")
+SWITCHES += ("separate_reduce_scatter_group", "unshard_in_backward")
+METHODS |= {f"set_{name}": ((True,), True) for name in SWITCHES}
 
 
 def call_method(rank: int, world_size: int, name: str, first_forward: bool) -> str | None:

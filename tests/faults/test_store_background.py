@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import shardwise as sw
 from shardwise.checkpoint import SaveError, Store, attempt, files, verify
 from shardwise.checkpoint import store as store_module
 from tests.models import filled, mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import rank_context, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -359,23 +361,21 @@ def test_a_rename_that_fails_keeps_the_old_one_whole(
 # ------------------------------------------------------------------------------ leftovers
 
 
+def leave(folder: Path, pipe: Connection) -> None:
+    """Begin a checkpoint, and never end it."""
+    path = attempt.temporary(folder / "step-000001")
+    path.mkdir()
+    (path / "x").touch()
+    pipe.send(path.name)
+    pipe.recv()
+
+
 def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib; from shardwise.checkpoint import attempt\n"
-        f"path = attempt.temporary(pathlib.Path({str(tmp_path)!r}) / 'step-000001')\n"
-        "path.mkdir(); (path / 'x').touch(); print(path.name, flush=True); sys.stdin.read()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    here, there = Pipe()
+    process = rank_context().Process(target=leave, args=(tmp_path, there))
+    process.start()
     try:
-        assert process.stdout is not None
-        name = process.stdout.readline().strip()
+        name = here.recv()
         assert ".tmp-" in name
         with Store(tmp_path) as store:
             store.save(2, net())
@@ -391,7 +391,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: P
         assert not foreign.exists()
     finally:
         process.kill()
-        process.communicate()
+        process.join()
     Store(tmp_path)
     assert names(tmp_path) == ["step-000002"], "its owner is dead"
 

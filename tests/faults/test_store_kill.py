@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` at any moment of a save: what was reported saved is there, whole, and loads.
 
-A server process imports torch once and forks: a rank then costs milliseconds.
+A server process, itself a fork of one that has imported torch, forks: a rank costs milliseconds.
 
     test  ->  server  --fork-->  rank 0, rank 1    resume, then save in a loop, reporting each one
                 |  kill -9 of one rank at a random moment, then of the other
@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,10 +30,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, files, valid_checkpoints, verify
+from tests.ranks import rank_context
 
 pytestmark = pytest.mark.timeout(300)
 RANDOM_KILLS = 20
-ROOT = Path(__file__).parents[2]
 
 
 def model_at(step: int) -> nn.Module:
@@ -228,17 +227,10 @@ def serve(what: str, root: str) -> None:
 
 
 def run_server(what: str, root: Path) -> Any:
-    code = f"from tests.faults.test_store_kill import serve; serve({what!r}, {str(root)!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = rank_context().Process(target=serve, args=(what, str(root)))
+    process.start()
+    process.join(280)
+    assert process.exitcode == 0, "its error stands above"
     return json.loads((root / "result.json").read_text())
 
 

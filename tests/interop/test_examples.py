@@ -23,6 +23,7 @@ def run_example(rank: int, world_size: int, name: str, *arguments: Any) -> float
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    vars(module)["range"] = lambda count: range(min(count, 6))  # so many of its steps are enough
     return module.main(*arguments)  # type: ignore[no-any-return]
 
 

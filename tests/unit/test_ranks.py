@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from shardwise.optim import matrix_group
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
-from tests.train_runs import default_signals
 
 ROOT = Path(__file__).parents[2]
 # Generous beside the harness's own promises, because two cores are shared with other work.
@@ -265,22 +263,28 @@ def test_it():
 """
 
 
+def run_session(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    with open(f"{folder}/said", "w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.exit(
+        pytest.main(["-s", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), folder])
+    )
+
+
 def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
     sessions = {}
     for ending in ("SIGINT", "SIGKILL"):
         (tmp_path / ending).mkdir()
         (tmp_path / ending / "test_session.py").write_text(SESSION.format(signal=ending))
-        command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider"]
-        sessions[ending] = subprocess.Popen(
-            [*command, "-c", str(ROOT / "pyproject.toml"), str(tmp_path / ending)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=default_signals,
+        sessions[ending] = ranks.rank_context().Process(
+            target=run_session, args=(str(tmp_path / ending),)
         )
+        sessions[ending].start()
     for ending, session in sessions.items():
-        said, _ = session.communicate(timeout=60)
+        session.join(60)
+        said = (tmp_path / ending / "said").read_text()
         found = re.search(r"pid (\d+)", said)
         assert found is not None, said
         assert ("KeyboardInterrupt" in said) == (ending == "SIGINT"), said
