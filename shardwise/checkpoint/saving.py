@@ -58,12 +58,14 @@ from shardwise.checkpoint.manifest import (
     versions,
 )
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
-from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
+from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
 from shardwise.checkpoint.state import json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
+from shardwise.optim.gradients import quoted
+from shardwise.shard.initial_values import bits_of
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class Snapshot:
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
-    buffers: dict[str, int]  # by key: a checksum, as ranks may differ
+    alike: dict[str, int]  # checksums of buffers and copies of weights: ranks may differ
     writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
@@ -163,7 +165,8 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        buffers={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}},
+        alike={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}}
+        | _copies_of(model),
         writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
@@ -206,7 +209,7 @@ def begin(
             work,
             ranks,
             facts=lambda made: (
-                (str(folder), str(final), step, made.digest, made.buffers),
+                (str(folder), str(final), step, made.digest, made.alike),
                 made.writes,
             ),
         )
@@ -233,6 +236,14 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
     return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
+def _copies_of(model: nn.Module) -> dict[str, int]:
+    sums: dict[tuple[int, ...], Any] = {}
+    for one in model.parameters():
+        if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
+            sums[ranks] = sums.get(ranks, 0) + bits_of(one.to_local()).sum(dtype=torch.int64)
+    return {f"weights of ranks {list(ranks[:4])}": int(total) for ranks, total in sums.items()}
+
+
 def _checksum(buffer: Tensor) -> int:
     if isinstance(buffer, DTensor) or not buffer.numel():
         return 0
@@ -241,15 +252,17 @@ def _checksum(buffer: Tensor) -> int:
 
 
 def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
-    _, final, step, digest, buffers = everyone[0]
-    apart = {key for *_, theirs in everyone for key in buffers if theirs.get(key) != buffers[key]}
+    _, final, step, digest, _ = everyone[0]
+    first: dict[str, int] = {}
+    told = ((key, value) for *_, alike in everyone for key, value in alike.items())
+    apart = sorted({key for key, value in told if first.setdefault(key, value) != value})
     if apart:
         warn_once(
             log,
-            "buffers differ between ranks, and a checkpoint holds those of rank 0, which a load "
-            "gives to every rank: %s%s. Nothing sums buffers over ranks (SyncBatchNorm: its own)",
-            ", ".join(sorted(apart)[:4]),
-            ", ..." if len(apart) > 4 else "",
+            "ranks differ in %s: a checkpoint holds values of one rank, which a load gives to all. "
+            "Nothing sums buffers over ranks (SyncBatchNorm: its own); copies of weights differ "
+            "where weights, gradients or states were written otherwise on one rank",
+            quoted(apart),
         )
     for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):
         if (other_final, other_step) != (final, step):

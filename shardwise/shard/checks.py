@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
@@ -174,6 +175,44 @@ def untied_problems(found: Sequence[Found]) -> list[str]:
         for other in tiles
         if other is not f and _same_values(f.parameter, other.parameter)
     ]
+
+
+Spans = dict[StorageWeakRef, list[tuple[int, int, str]]]  # by memory: begin, end, and name
+_wrapped: Spans = {}  # of trainable parameters before they were wrapped
+
+
+def shared_problems(
+    found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]
+) -> tuple[list[str], Spans]:
+    """Problems of trainable parameters in the memory of others, or of buffers
+    (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own. And the
+    memory of all that were wrapped, these too."""
+    problems = []
+    spans = {memory: [*held] for memory, held in _wrapped.items() if not memory.expired()}
+    trained = [(f.name, f.local) for f in found if f.local.requires_grad and not f.local.is_meta]
+    for name, tensor in [*trained, *buffers]:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() != 1 + sum((size - 1) * stride for size, stride in steps):
+            continue  # empty, or with gaps that another may fill
+        held = spans.setdefault(StorageWeakRef(tensor.untyped_storage()), [])
+        begin = int(tensor.storage_offset())
+        end = begin + tensor.numel()
+        problems += [
+            f"'{name}' lies in the memory of '{other}', and would be trained apart from it: tie "
+            f"the parameters (head.weight = embedding.weight), or clone() one"
+            for first, last, other in held
+            if first < end and begin < last
+        ]
+        held += [(begin, end, name)] if tensor.requires_grad else []
+    return problems, spans
+
+
+def note_wrapped(found: Sequence[Found], spans: Spans) -> None:
+    """Remember the memory of parameters that are wrapped now, and tell of lost gradients."""
+    _wrapped.clear()
+    _wrapped.update(spans)
+    if lost := [f.name for f in found if f.parameter.grad is not None]:
+        warn_once(logger, "gradients from before wrapping are dropped: %s", ", ".join(lost[:4]))
 
 
 def _same_values(one: Any, other: Any) -> bool:

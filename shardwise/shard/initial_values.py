@@ -40,7 +40,7 @@ def same_values(
         for position in differing:
             original = values[position]
             value = original.detach().to(device, copy=True).contiguous()
-            comm.broadcast(_bits(value).view(torch.uint8), axis).wait()
+            comm.broadcast(bits_of(value).view(torch.uint8), axis).wait()
             if position >= len(found):
                 original.copy_(value)
                 continue
@@ -142,14 +142,14 @@ def _checksum(value: Tensor) -> int:
     if value.is_meta:
         return 0
     total, first = 0, 1
-    for part in _bits(value).split(1 << 22):  # in parts: the positions take memory too
+    for part in bits_of(value).split(1 << 22):  # in parts: the positions take memory too
         places = torch.arange(first, first + part.numel(), device=part.device)
         total += int((part.to(torch.int64) * places).sum().item())
         first += part.numel()
     return total % (1 << 63)
 
 
-def _bits(value: Tensor) -> Tensor:
+def bits_of(value: Tensor) -> Tensor:
     """A value as integers, in one row; a view where it is contiguous."""
     flat = value.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

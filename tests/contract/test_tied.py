@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import unittest
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +74,24 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
     assert type(net) is TiedNet, "the refusal changed nothing"
     assert "head.weight" in message and "tied" in message
+    # In one memory, as two parameters: each would get its own.
+    net = Net()
+    net.head.weight.data = net.embedding.weight.data
+    net.blocks[1].down.weight.data = net.blocks[0].up.weight.data.t()
+    net.register_buffer("seen", net.blocks[0].norm.weight.data)
+    sw.fully_shard(net.blocks[0], mesh=mesh)
+    message = raised(lambda: sw.fully_shard(net.blocks[1], mesh=mesh), ValueError)
+    assert "'down.weight' lies in the memory of 'up.weight'" in message
+    net.blocks[1].down.weight.data = net.blocks[1].down.weight.data.clone()
+    sw.fully_shard(net.blocks[1], mesh=mesh)
+    message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
+    assert "'head.weight' lies in the memory of 'embedding.weight'" in message
+    assert "'seen' lies in the memory of 'norm.weight'" in message
+    net.head.weight, net.seen = net.embedding.weight, net.seen.clone()
+    word_loss(net, rank).backward()
+    with unittest.TestCase().assertLogs("shardwise.shard") if rank == 0 else nullcontext() as heard:
+        sw.fully_shard(net, mesh=mesh)
+    assert heard is None or "before wrapping are dropped: embedding.weight" in str(heard.output)
 
 
 @on_ranks(2)

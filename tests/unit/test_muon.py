@@ -269,3 +269,18 @@ def test_a_group_can_be_added() -> None:
         set_gradients(more, 0)
         optimizer.step()
         assert torch.equal(more.extra, before) is not moves
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_gradients(model, 0)
+    optimizer.step()
+    kept, extra = optimizer.param_groups
+    for groups in (
+        [kept],
+        [kept | {"params": [*kept["params"], more.extra]}],
+        [kept, extra | {"lr": 1.0}],
+        [kept, extra | {"params": []}],
+    ):
+        optimizer.param_groups = groups
+        with pytest.raises(RuntimeError, match="added to param_groups, taken out or moved by hand"):
+            optimizer.step()
+    optimizer.param_groups = [extra, kept]
+    optimizer.step()
