@@ -259,9 +259,9 @@ def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, i
     if apart:
         warn_once(
             log,
-            "ranks differ in %s: a checkpoint holds values of one rank, which a load gives to all. "
-            "Nothing sums buffers over ranks (SyncBatchNorm: its own); copies of weights differ "
-            "where weights, gradients or states were written otherwise on one rank",
+            "ranks differ in %s: a checkpoint holds those of rank 0, or of one other, and a load "
+            "gives them to all. Nothing sums buffers over ranks (SyncBatchNorm: its own); copies "
+            "of weights differ where weights, gradients or states were written on one rank alone",
             quoted(apart),
         )
     for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):
