@@ -174,7 +174,8 @@ class ShardedTensor(DTensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write in place where the elements are one run; else through the whole tensor (collective
-        over the axes that cut it), where torch would write to a gathered copy."""
+        over the axes that cut it), where torch (an unbound ``Tensor.__setitem__``, too) would write
+        to a gathered copy."""
         try:
             with _OnPiecesAlone():  # type: ignore[no-untyped-call]
                 super().__setitem__(key, value)

@@ -284,3 +284,19 @@ def test_a_group_can_be_added() -> None:
             optimizer.step()
     optimizer.param_groups = [extra, kept]
     optimizer.step()
+
+
+def test_what_was_frozen_and_is_trainable_now_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Weights(SHAPES)
+    late = next(iter(model.parameters())).requires_grad_(False)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=None)
+    group = {"params": [late], "kind": "matrix"}
+    for change, told in (
+        (lambda: None, 0),
+        (lambda: late.requires_grad_(True), 1),
+        (lambda: optimizer.add_param_group(group), 1),
+    ):
+        change()
+        set_gradients(model, 0)
+        optimizer.step()
+        assert caplog.text.count("were frozen when this optimizer was built") == told
