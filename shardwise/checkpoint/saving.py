@@ -17,14 +17,13 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -59,13 +58,13 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
-from shardwise.checkpoint.state import json_state, model_state, placements_of
+from shardwise.checkpoint.state import State, json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
 from shardwise.optim.gradients import quoted
-from shardwise.shard.initial_values import bits_of
+from shardwise.shard.initial_values import checksum
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -165,8 +164,7 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        alike={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}}
-        | _copies_of(model),
+        alike=_checksums(state, model),
         writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
@@ -236,19 +234,14 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
     return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
-def _copies_of(model: nn.Module) -> dict[str, int]:
-    sums: dict[tuple[int, ...], Any] = {}
+def _checksums(state: State, model: nn.Module) -> dict[str, int]:
+    buffers = {key: state.tensors[key] for key in state.buffers & {*state.tensors}}
+    sums = {key: checksum(one) for key, one in buffers.items() if not isinstance(one, DTensor)}
     for one in model.parameters():
         if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
-            sums[ranks] = sums.get(ranks, 0) + bits_of(one.to_local()).sum(dtype=torch.int64)
-    return {f"weights of ranks {list(ranks[:4])}": int(total) for ranks, total in sums.items()}
-
-
-def _checksum(buffer: Tensor) -> int:
-    if isinstance(buffer, DTensor) or not buffer.numel():
-        return 0
-    values = buffer.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().data)
+            name = f"weights of ranks {list(ranks[:4])}"
+            sums[name] = sums.get(name, 0) + checksum(one.to_local())
+    return sums
 
 
 def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:

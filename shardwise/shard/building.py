@@ -23,14 +23,7 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
-from shardwise.shard.checks import (
-    described,
-    experts_axis,
-    note_wrapped,
-    share_of,
-    shared_problems,
-    wrapping_problems,
-)
+from shardwise.shard.checks import described, experts_axis, remember, share_of, wrapping_problems
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
@@ -144,10 +137,10 @@ class Wrapping:
         """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
         ranks wrap different things. ``notes``: a text for each parameter, beside what it is."""
         every = list(zip(self.found, self.homes, strict=True))
-        found = wrapping_problems(self.roots, every, list(self.ranks), self.placements)
-        shared, self.spans = shared_problems(self.found, self.buffers)
+        meshes = list(self.ranks)
+        found = wrapping_problems(self.roots, every, meshes, self.placements, self.buffers)
         native = native_problem(self.device) if self.precision.products == "native" else None
-        found += shared + ([] if native is None else [f"Precision(products='native'): {native}"])
+        found += [] if native is None else [f"Precision(products='native'): {native}"]
         mine = [f"{self.placements} {self.precision} {options}"]
         for (f, home), one, note in zip(every, self.stored, notes, strict=True):
             share = share_of(f) if home == self.mesh else ""  # elsewhere ranks have other experts
@@ -183,4 +176,4 @@ class Wrapping:
             **options,
         )
         install(self.roots, unit, self.device, self.found)
-        note_wrapped(self.found, self.spans)
+        remember(self.found)

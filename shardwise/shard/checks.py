@@ -69,10 +69,11 @@ def wrapping_problems(
     found: Sequence[tuple[Found, DeviceMesh]],
     meshes: Sequence[DeviceMesh],
     placements: Placements,
+    buffers: Sequence[tuple[str, Tensor]],
 ) -> list[str]:
     """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
-    it is for, and of all meshes."""
-    problems = module_problems(roots, found)
+    it is for, of buffers, and of all meshes."""
+    problems = module_problems(roots, found) + _hold([f for f, _ in found], buffers)[0]
     for mesh in meshes:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
         problems += filter(None, [order_problem(mesh)])
@@ -181,8 +182,8 @@ Spans = dict[StorageWeakRef, list[tuple[int, int, str]]]  # by memory: begin, en
 _wrapped: Spans = {}  # of trainable parameters before they were wrapped
 
 
-def shared_problems(
-    found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]
+def _hold(
+    found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]] = ()
 ) -> tuple[list[str], Spans]:
     """Problems of trainable parameters in the memory of others, or of buffers
     (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own. And the
@@ -207,8 +208,9 @@ def shared_problems(
     return problems, spans
 
 
-def note_wrapped(found: Sequence[Found], spans: Spans) -> None:
+def remember(found: Sequence[Found]) -> None:
     """Remember the memory of parameters that are wrapped now, and tell of lost gradients."""
+    spans = _hold(found)[1]
     _wrapped.clear()
     _wrapped.update(spans)
     if lost := [f.name for f in found if f.parameter.grad is not None]:
