@@ -28,7 +28,8 @@ from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
-from shardwise.shard.module import unit_of
+from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.wrapped import Held
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
@@ -69,11 +70,13 @@ def wrapping_problems(
     found: Sequence[tuple[Found, DeviceMesh]],
     meshes: Sequence[DeviceMesh],
     placements: Placements,
-    buffers: Sequence[tuple[str, Tensor]],
+    held: Sequence[Held],
 ) -> list[str]:
     """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
-    it is for, of buffers, and of all meshes."""
-    problems = module_problems(roots, found) + _hold([f for f, _ in found], buffers)[0]
+    it is for, of the memory that these hold, and of all meshes."""
+    inner = [unit for root in roots for unit in units_of(root)]
+    problems = module_problems(roots, found)
+    problems += _shared_problems([*(one for unit in inner for one in unit.held), *held])
     for mesh in meshes:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
         problems += filter(None, [order_problem(mesh)])
@@ -178,43 +181,33 @@ def untied_problems(found: Sequence[Found]) -> list[str]:
     ]
 
 
-Spans = dict[StorageWeakRef, list[tuple[int, int, str]]]  # by memory: begin, end, and name
-_wrapped: Spans = {}  # of trainable parameters before they were wrapped
-
-
-def _hold(
-    found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]] = ()
-) -> tuple[list[str], Spans]:
-    """Problems of trainable parameters in the memory of others, or of buffers
-    (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own. And the
-    memory of all that were wrapped, these too."""
-    problems = []
-    spans = {memory: [*held] for memory, held in _wrapped.items() if not memory.expired()}
+def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> list[Held]:
+    """The memory of trainable parameters and of buffers, but for those with gaps."""
     trained = [(f.name, f.local) for f in found if f.local.requires_grad and not f.local.is_meta]
-    for name, tensor in [*trained, *buffers]:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        if tensor.numel() != 1 + sum((size - 1) * stride for size, stride in steps):
-            continue  # empty, or with gaps that another may fill
-        held = spans.setdefault(StorageWeakRef(tensor.untyped_storage()), [])
-        begin = int(tensor.storage_offset())
-        end = begin + tensor.numel()
+    held = []
+    for name, one in [*trained, *buffers]:
+        steps = zip(one.shape, one.stride(), strict=True)
+        if one.numel() == 1 + sum((size - 1) * stride for size, stride in steps):
+            begin, memory = int(one.storage_offset()), StorageWeakRef(one.untyped_storage())
+            held.append(Held(name, memory, begin, begin + one.numel(), one.requires_grad))
+    return held
+
+
+def _shared_problems(held: Sequence[Held]) -> list[str]:
+    """Problems of trainable parameters in the memory of others, or of buffers
+    (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own."""
+    problems: list[str] = []
+    before: dict[StorageWeakRef, list[Held]] = {}
+    for one in held:
+        others = before.setdefault(one.memory, [])
         problems += [
-            f"'{name}' lies in the memory of '{other}', and would be trained apart from it: tie "
-            f"the parameters (head.weight = embedding.weight), or clone() one"
-            for first, last, other in held
-            if first < end and begin < last
+            f"'{one.name}' lies in the memory of '{other.name}', and would be trained apart from "
+            f"it: tie the parameters (head.weight = embedding.weight), or clone() one"
+            for other in others
+            if other.begin < one.end and one.begin < other.end
         ]
-        held += [(begin, end, name)] if tensor.requires_grad else []
-    return problems, spans
-
-
-def remember(found: Sequence[Found]) -> None:
-    """Remember the memory of parameters that are wrapped now, and tell of lost gradients."""
-    spans = _hold(found)[1]
-    _wrapped.clear()
-    _wrapped.update(spans)
-    if lost := [f.name for f in found if f.parameter.grad is not None]:
-        warn_once(logger, "gradients from before wrapping are dropped: %s", ", ".join(lost[:4]))
+        others += [one] if one.trained else []
+    return problems
 
 
 def _same_values(one: Any, other: Any) -> bool:
