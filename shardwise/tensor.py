@@ -136,11 +136,11 @@ class ShardedTensor(DTensor):
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For what reads or writes by address inside of torch: this shell has no memory there."""
         raise NotImplementedError(
-            f"'{self.cut.name}' is a shard, without memory for DLPack, apply_ or map_: use "
-            f"to_local() for this rank's piece, or full_tensor()"
+            f"'{self.cut.name}' is a shard, without memory for DLPack, apply_, map_ or "
+            f"share_memory_: use to_local() for this rank's piece, or full_tensor()"
         )
 
-    __dlpack__ = apply_ = map_ = map2_ = _refuse_memory
+    __dlpack__ = apply_ = map_ = map2_ = share_memory_ = _refuse_memory
 
     def data_ptr(self) -> int:
         """The address of a parameter's piece, by which accelerate finds the parameter again in an
@@ -174,7 +174,8 @@ class ShardedTensor(DTensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write in place where the elements are one run; else through the whole tensor (collective
-        over the axes that cut it), where torch would write to a gathered copy."""
+        over the axes that cut it), where torch (an unbound ``Tensor.__setitem__``, too) would write
+        to a gathered copy."""
         try:
             with _OnPiecesAlone():  # type: ignore[no-untyped-call]
                 super().__setitem__(key, value)
@@ -359,6 +360,9 @@ def _wrap(
     DTensor's own constructor would take over the local's storage offset. Locals are views into a
     buffer, so ``data_ptr()`` of this shell would seem to be memory; without an offset it is 0.
     """
+    if version is not None and torch.is_inference_mode_enabled():  # a view is as its base is
+        with torch.inference_mode(False):
+            return _wrap(local, cut, version, requires_grad)
     tensor: Any = _make(
         ShardedTensor,
         cut.shape,

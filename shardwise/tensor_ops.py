@@ -159,7 +159,8 @@ class Operations:
             # The gradient of another optimizer's matrix.
             if cut.division != operand.cut.division:
                 why += ", of which each replica has a part since sw.optimizer was built"
-                fix += " and of the other, or build the next optimizer with sw.optimizer too"
+                fix = "build the next optimizer with sw.optimizer too (AdamW for all: matrix=None, "
+                fix += "elementwise=sw.adamw()), or use full_tensor() of both"
             _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
             operand = gathered(operand)

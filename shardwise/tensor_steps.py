@@ -229,21 +229,24 @@ _zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.ze
 
 @functools.wraps(_zero_grad)
 def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """torch's own, which passes over parameters whose ``.grad`` is None, also drops microbatches
-    that wait to be reduced. torch has no hook for it."""
-    for parameter in _ours(self):
-        if parameter.version is not None:
-            parameter.version.waiting.discard(parameter.cut.index)
     _zero_grad(self, set_to_none)
-    for tell in on_zero_grad:
-        tell(parameter for group in self.param_groups for parameter in group["params"])
+    _drop_waiting([parameter for group in self.param_groups for parameter in group["params"]])
 
 
 @functools.wraps(_zero_grad_of_module)
 def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None:
     _zero_grad_of_module(self, set_to_none)
+    _drop_waiting(list(self.parameters()))
+
+
+def _drop_waiting(parameters: list[Tensor]) -> None:
+    """torch passes over parameters whose ``.grad`` is None, and has no hook: drop microbatches that
+    wait to be reduced, too."""
+    for one in parameters:
+        if type(one) is ShardedTensor and one.version is not None:
+            one.version.waiting.discard(one.cut.index)
     for tell in on_zero_grad:
-        tell(self.parameters())
+        tell(parameters)
 
 
 torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]

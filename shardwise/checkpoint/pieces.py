@@ -91,7 +91,7 @@ def pieces_to_write(
         if key in first_only:
             return (0,)
         if isinstance(tensor, DTensor):
-            return _replicas(tensor)
+            return replicas_of(tensor)
         return (rank,) if key in on_every_rank else tuple(range(world_size))
 
     offers = []
@@ -111,7 +111,7 @@ def pieces_to_write(
     return written
 
 
-def _replicas(tensor: DTensor) -> tuple[int, ...]:
+def replicas_of(tensor: DTensor) -> tuple[int, ...]:
     """The ranks that hold the same boxes of a tensor as this one, itself included."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

@@ -17,14 +17,13 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -58,12 +57,14 @@ from shardwise.checkpoint.manifest import (
     versions,
 )
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
-from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
-from shardwise.checkpoint.state import json_state, model_state, placements_of
+from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
+from shardwise.checkpoint.state import State, json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
+from shardwise.optim.gradients import quoted
+from shardwise.shard.initial_values import checksum
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Snapshot:
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
-    buffers: dict[str, int]  # by key: a checksum, as ranks may differ
+    alike: dict[str, int]  # checksums of buffers and copies of weights: ranks may differ
     writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
@@ -163,7 +164,7 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        buffers={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}},
+        alike=_checksums(state, model),
         writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
@@ -206,7 +207,7 @@ def begin(
             work,
             ranks,
             facts=lambda made: (
-                (str(folder), str(final), step, made.digest, made.buffers),
+                (str(folder), str(final), step, made.digest, made.alike),
                 made.writes,
             ),
         )
@@ -233,23 +234,28 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
     return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
-def _checksum(buffer: Tensor) -> int:
-    if isinstance(buffer, DTensor) or not buffer.numel():
-        return 0
-    values = buffer.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().data)
+def _checksums(state: State, model: nn.Module) -> dict[str, int]:
+    buffers = {key: state.tensors[key] for key in state.buffers & {*state.tensors}}
+    sums = {key: checksum(one) for key, one in buffers.items() if not isinstance(one, DTensor)}
+    for one in model.parameters():
+        if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
+            name = f"weights of ranks {list(ranks[:4])}"
+            sums[name] = sums.get(name, 0) + checksum(one.to_local())
+    return sums
 
 
 def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
-    _, final, step, digest, buffers = everyone[0]
-    apart = {key for *_, theirs in everyone for key in buffers if theirs.get(key) != buffers[key]}
+    _, final, step, digest, _ = everyone[0]
+    first: dict[str, int] = {}
+    told = ((key, value) for *_, alike in everyone for key, value in alike.items())
+    apart = sorted({key for key, value in told if first.setdefault(key, value) != value})
     if apart:
         warn_once(
             log,
-            "buffers differ between ranks, and a checkpoint holds those of rank 0, which a load "
-            "gives to every rank: %s%s. Nothing sums buffers over ranks (SyncBatchNorm: its own)",
-            ", ".join(sorted(apart)[:4]),
-            ", ..." if len(apart) > 4 else "",
+            "ranks differ in %s: a checkpoint holds those of rank 0, or of one other, and a load "
+            "gives them to all. Nothing sums buffers over ranks (SyncBatchNorm: its own); copies "
+            "of weights differ where weights, gradients or states were written on one rank alone",
+            quoted(apart),
         )
     for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):
         if (other_final, other_step) != (final, step):

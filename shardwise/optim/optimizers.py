@@ -92,7 +92,9 @@ def optimizer(
     raise_unless_same("this optimizer cannot work", problems, facts, every)
     if matrix is not None:
         _warn_of_routes(found)
-    return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+    made = ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+    made.frozen = [(one.name, one.parameter) for one in routed if not one.parameter.requires_grad]
+    return made
 
 
 def _groups(settings: Any, members: Sequence[Routed], problems: list[str]) -> list[dict[str, Any]]:

@@ -84,7 +84,8 @@ def route(
     split: Mapping[str, Split] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Route]:
-    """Choose the optimizer of every parameter, before or after sharding, by this library or torch.
+    """Choose the optimizer of every parameter, before or after sharding by this library or torch,
+    and before ``sw.optimizer``: one that was built keeps its routes.
 
     Args:
         matrix, elementwise: parameters to send there against the default: name patterns

@@ -81,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # of the next step
         self.clipped = ""  # how, in words: ranks must clip alike
+        self.frozen: list[tuple[str, Tensor]] = []  # by name: the model's that have no group
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
         self.last_norms: list[tuple[str, Tensor]] = []
         super().__init__(groups, defaults or {})
@@ -164,13 +165,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_divisions(self) -> None:
-        """Gradients are reduced for one optimizer: the last that was built."""
+        """Gradients are reduced for the last optimizer that was built, and its matrices are owned
+        by ranks since then."""
         lost = [self._name(p) for p, before in self._divisions if division_of(p) != before]
         if lost:
             raise RuntimeError(
                 f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
                 f"reduced to where that one needs them: step that one, or build this one anew. (Or "
                 f"a module was moved alone after backward: call .to() on the whole model.)"
+            )
+
+        if thawed := [(name, p) for name, p in self.frozen if p.requires_grad]:
+            held = {id(p) for group in self.param_groups for p in group["params"]}
+            if names := [name for name, p in thawed if id(p) not in held]:
+                warn_once(
+                    logger,
+                    "%s were frozen when this optimizer was built: it leaves them alone, though "
+                    "they are trainable now. Use add_param_group, or build it anew",
+                    quoted(names),
+                )
+        members = [one for matrices in self._matrix_groups or () for one in matrices.members]
+        planned = {id(one.parameter): id(one.group) for one in members}
+        groups = [group for group in self.param_groups if group["kind"] != "elementwise"]
+        if {id(p): id(group) for group in groups for p in group["params"]} != planned:
+            raise RuntimeError(
+                "matrices were added to param_groups, taken out or moved by hand, and this "
+                "optimizer would step those that it was built for: use add_param_group and "
+                "requires_grad_(False), change the settings of a group, or build it anew"
             )
 
     def _name(self, parameter: Tensor) -> str:

@@ -23,7 +23,7 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
-from shardwise.shard.checks import described, experts_axis, share_of, wrapping_problems
+from shardwise.shard.checks import described, experts_axis, held_by, share_of, wrapping_problems
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
@@ -121,6 +121,7 @@ class Wrapping:
         self.placements, self.precision, self.device = placements, precision, device_of(mesh)
         self.found = find_parameters(self.roots, ignored or set())
         self.buffers = own_buffers(self.roots)
+        self.held = held_by(self.found, self.buffers)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 
@@ -137,7 +138,8 @@ class Wrapping:
         """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
         ranks wrap different things. ``notes``: a text for each parameter, beside what it is."""
         every = list(zip(self.found, self.homes, strict=True))
-        found = wrapping_problems(self.roots, every, list(self.ranks), self.placements)
+        meshes = list(self.ranks)
+        found = wrapping_problems(self.roots, every, meshes, self.placements, self.held)
         native = native_problem(self.device) if self.precision.products == "native" else None
         found += [] if native is None else [f"Precision(products='native'): {native}"]
         mine = [f"{self.placements} {self.precision} {options}"]
@@ -175,3 +177,4 @@ class Wrapping:
             **options,
         )
         install(self.roots, unit, self.device, self.found)
+        unit.held = self.held

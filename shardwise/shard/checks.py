@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
@@ -27,7 +28,8 @@ from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
-from shardwise.shard.module import unit_of
+from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.wrapped import Held
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
@@ -68,10 +70,13 @@ def wrapping_problems(
     found: Sequence[tuple[Found, DeviceMesh]],
     meshes: Sequence[DeviceMesh],
     placements: Placements,
+    held: Sequence[Held],
 ) -> list[str]:
     """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
-    it is for, and of all meshes."""
+    it is for, of the memory that these hold, and of all meshes."""
+    inner = [unit for root in roots for unit in units_of(root)]
     problems = module_problems(roots, found)
+    problems += _shared_problems([*(one for unit in inner for one in unit.held), *held])
     for mesh in meshes:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
         problems += filter(None, [order_problem(mesh)])
@@ -174,6 +179,35 @@ def untied_problems(found: Sequence[Found]) -> list[str]:
         for other in tiles
         if other is not f and _same_values(f.parameter, other.parameter)
     ]
+
+
+def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> list[Held]:
+    """The memory of trainable parameters and of buffers, but for those with gaps."""
+    trained = [(f.name, f.local) for f in found if f.local.requires_grad and not f.local.is_meta]
+    held = []
+    for name, one in [*trained, *buffers]:
+        steps = zip(one.shape, one.stride(), strict=True)
+        if one.numel() == 1 + sum((size - 1) * stride for size, stride in steps):
+            begin, memory = int(one.storage_offset()), StorageWeakRef(one.untyped_storage())
+            held.append(Held(name, memory, begin, begin + one.numel(), one.requires_grad))
+    return held
+
+
+def _shared_problems(held: Sequence[Held]) -> list[str]:
+    """Problems of trainable parameters in the memory of others, or of buffers
+    (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own."""
+    problems: list[str] = []
+    before: dict[StorageWeakRef, list[Held]] = {}
+    for one in held:
+        others = before.setdefault(one.memory, [])
+        problems += [
+            f"'{one.name}' lies in the memory of '{other.name}', and would be trained apart from "
+            f"it: tie the parameters (head.weight = embedding.weight), or clone() one"
+            for other in others
+            if other.begin < one.end and one.begin < other.end
+        ]
+        others += [one] if one.trained else []
+    return problems
 
 
 def _same_values(one: Any, other: Any) -> bool:

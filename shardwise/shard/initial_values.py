@@ -34,7 +34,7 @@ def same_values(
     Buffers are made the same in place."""
     names, values = [f.name for f in found], [f.local for f in found]
     names, values = names + [name for name, _ in buffers], values + [one for _, one in buffers]
-    sums: Sequence[int] = [_checksum(value) for value in values]
+    sums: Sequence[int] = [checksum(value) for value in values]
     for axis in ranks.axes:
         differing, sums = _compare(names, sums, axis)
         for position in differing:
@@ -55,7 +55,7 @@ def same_over_tiles(units: Sequence[Unit]) -> None:
     for axis, copies in _copies(units):
         names = [group.items[index].name for group, index in copies]
         values = [group.main.view(index) for group, index in copies]
-        for position in _compare(names, [_checksum(value) for value in values], axis)[0]:
+        for position in _compare(names, [checksum(value) for value in values], axis)[0]:
             comm.broadcast(values[position], axis).wait()
             copies[position][0].main.version.write()
 
@@ -137,7 +137,7 @@ def _compare(
     return differing, everyone[0]
 
 
-def _checksum(value: Tensor) -> int:
+def checksum(value: Tensor) -> int:
     """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
     if value.is_meta:
         return 0
@@ -151,7 +151,7 @@ def _checksum(value: Tensor) -> int:
 
 def _bits(value: Tensor) -> Tensor:
     """A value as integers, in one row; a view where it is contiguous."""
-    flat = value.detach().contiguous().view(-1)
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(width[flat.element_size()])

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import comm
 from shardwise.precision import Precision
@@ -31,6 +32,16 @@ from shardwise.streams import annotate
 # (a module's parameter dictionary, name in it, group, index): the dictionary, not the module, so
 # that nothing here keeps a model alive
 Place = tuple[dict[str, Any], str, int, int]
+
+
+class Held(NamedTuple):
+    """The elements of a memory that a parameter or a buffer holds."""
+
+    name: str
+    memory: StorageWeakRef
+    begin: int
+    end: int
+    trained: bool
 
 
 class Wrapped:
@@ -72,6 +83,7 @@ class Wrapped:
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
         self.originals: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.held: list[Held] = []  # by the parameters before wrapping
         self.members: Members | None = None  # of the modules, once they are wrapped
         self.is_root = False
         self.sync = True

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.lockstep import SETTINGS, STEP
+from shardwise.notices import warn_once
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -210,6 +211,8 @@ def install(
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
+    if lost := [f.name for f in found if f.parameter.grad is not None]:
+        warn_once(logger, "gradients from before wrapping are dropped: %s", ", ".join(lost[:4]))
 
 
 def _move_buffers(root: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,9 @@ import hashlib
 import importlib
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,7 +149,17 @@ class Pieces:
             show_progress=False,
             initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         )
-        tokenizer.train_from_iterator(map(_as_text, _first(documents)), trainer)
+        texts, learned = map(_as_text, _first(documents)), Future[None]()
+
+        def learn() -> None:
+            try:
+                learned.set_result(tokenizer.train_from_iterator(texts, trainer))
+            except BaseException as error:
+                learned.set_exception(error)
+
+        # Not in the main thread, where Ctrl-C would wait until all is learned.
+        threading.Thread(target=learn, daemon=True).start()
+        learned.result()
         return cls(tokenizer, f"bpe:{vocab_size}")
 
     @classmethod

@@ -172,10 +172,10 @@ class TrainConfig:
         problems += bound_problems(self, 1, *ones, whole=True)
         counts = ("warmup", "eval_every", "seed", "sample", "profile_step", "max_skipped")
         problems += bound_problems(self, 0, *counts, "lora_rank", whole=True)
-        if (
-            self.seed >= 1 << 43
-        ):  # torch's generators take 64 bits, and ranks have seeds of their own
+        if self.seed >= 1 << 43:  # generators take 64 bits, and ranks have seeds of their own
             problems.append(f"seed={self.seed!r} must be less than 2**43")
+        if 1e9 < self.timeout < math.inf:
+            problems.append(f"timeout={self.timeout!r}: at most 1e9 seconds")
         rates = ("lr", "matrix_lr", "clip", "timeout", "lora_alpha")
         problems += bound_problems(self, 0, *rates, above=True)
         problems += bound_problems(self, 0, "weight_decay")

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guard: requests to stop a run, and gradients that are not finite.
+"""Guard: requests to stop a run, and numbers that are not finite.
 
     SIGTERM, SIGHUP, SIGINT, SIGUSR1 \\
     the file $SHARDWISE_STOP      > the step is finished, a checkpoint written, exit code 0
     ...on any one rank           /
     a gradient that is not finite    the step is dropped, on every rank; too many in a row: an error
+    a weight that is not finite      nothing is saved: the checkpoints before stay
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
+
+from shardwise import comm
+from shardwise.checkpoint import SaveError
+from shardwise.optim.storage import local_of
 from shardwise.train.world import STOP_FILE
 
 logger = logging.getLogger(__name__)
@@ -87,3 +95,14 @@ class Skips:
                 f"{'; '.join(where[:4]) or 'seen by other ranks'}. Lower the learning rates, "
                 f"look at the data, or raise max_skipped"
             )
+
+
+def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:
+    """Raise on every rank where a weight of any rank is not finite (collective)."""
+    pieces = [local_of(p).detach() for p in model.parameters() if p.is_floating_point()]
+    largest = torch._foreach_norm([one for one in pieces if one.numel()], math.inf)
+    if not all(comm.agree(all(norm.isfinite() for norm in largest), axis)):
+        raise SaveError(
+            "weights are not finite: an update was too large. --resume goes on from the "
+            "checkpoint before: give it lower learning rates"
+        )

@@ -44,7 +44,7 @@ from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
 from shardwise.train.fit import plan_inputs
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
-from shardwise.train.guard import Guard, Skips
+from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
 from shardwise.train.module import flops_per_token
 from shardwise.train.weights import load_weights
@@ -356,6 +356,7 @@ class Trainer:
             "skipped": self.skips.total,
         }
         try:
+            refuse_broken_weights(self.parts.model, self.world.axis)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step
         except CheckpointError:

@@ -157,6 +157,8 @@ def test_a_model_wrapped_under_inference_mode_is_refused(
     net, plain = wrapped(way, world_size)
     with torch.inference_mode():  # before the first training step
         net(words(rank))
+        whole = sw.full_state_dict(net, only_first_rank=False)
+    assert torch.equal(whole["head.weight"], plain.head.weight)
     backward_of_both(net, plain, rank, world_size)
 
 

@@ -464,7 +464,20 @@ def clipped(net: nn.Module, max_norm: float) -> Any:
 
 @on_ranks(4, fresh=True)
 def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: int) -> None:
+    """Copies of weights that were written otherwise are told by the next save."""
     net = wrap(Skipping(), world_size, "hsdp")
+    shared: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    for number, factor in ((1, 2.0), (2, 2.0 + rank // 2)):
+        with torch.no_grad():
+            net.entry.weight.mul_(factor)
+        with unittest.TestCase().assertLogs("shardwise", logging.WARNING) as heard:
+            logging.getLogger("shardwise").warning("nothing else")
+            sw.save(f"{shared[0]}/{number}", net)
+        told = "ranks differ in 'weights of ranks [0, 2]'" in str(heard.output)
+        assert told == (rank == 0 and number == 2), heard.output
+    dist.barrier()
+    shutil.rmtree(shared[0], ignore_errors=True)
     if rank == 0:
         net.load_state_dict({n: torch.zeros(value.shape) for n, value in net.state_dict().items()})
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)

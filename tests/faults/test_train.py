@@ -162,6 +162,29 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(tmp_path: Path) -> None:
         assert "step 4" in text and "2 steps in a row" in text and "max_skipped" in text
 
 
+def broken_weights(rank: int, world_size: int, folder: str, data: str) -> list[str]:
+    """A weight of the last rank becomes infinite after step 3."""
+    trainer = make_trainer(rank, world_size, folder, data=data, steps=6, save_every=1, keep=1)
+    real = trainer._train_step
+
+    def watched(guard: object) -> str | None:
+        reason = real(guard)  # type: ignore[arg-type]
+        if trainer.step == 3 and rank == world_size - 1:
+            pieces: Any = (p.to_local() for p in trainer.parts.model.parameters())  # type: ignore[attr-defined]
+            next(one for one in pieces if one.numel()).view(-1)[0] = float("inf")
+        return reason
+
+    trainer._train_step = watched  # type: ignore[method-assign, assignment]
+    with pytest.raises(SaveError, match="step 6 was not saved: weights are not finite"):
+        trainer.run()
+    return [path.name for path in trainer.store.checkpoints()]
+
+
+def test_weights_that_are_not_finite_push_out_no_checkpoint(tmp_path: Path) -> None:
+    found = run_ranks(broken_weights, 2, str(tmp_path / "run"), write_text(tmp_path))
+    assert found == [["step-000002"]] * 2
+
+
 def out_of_memory(
     rank: int, world_size: int, folder: str, data: str, largest: int, after: int
 ) -> tuple[Any, str]:

@@ -269,3 +269,34 @@ def test_a_group_can_be_added() -> None:
         set_gradients(more, 0)
         optimizer.step()
         assert torch.equal(more.extra, before) is not moves
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_gradients(model, 0)
+    optimizer.step()
+    kept, extra = optimizer.param_groups
+    for groups in (
+        [kept],
+        [kept | {"params": [*kept["params"], more.extra]}],
+        [kept, extra | {"lr": 1.0}],
+        [kept, extra | {"params": []}],
+    ):
+        optimizer.param_groups = groups
+        with pytest.raises(RuntimeError, match="added to param_groups, taken out or moved by hand"):
+            optimizer.step()
+    optimizer.param_groups = [extra, kept]
+    optimizer.step()
+
+
+def test_what_was_frozen_and_is_trainable_now_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Weights(SHAPES)
+    late = next(iter(model.parameters())).requires_grad_(False)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=None)
+    group = {"params": [late], "kind": "matrix"}
+    for change, told in (
+        (lambda: None, 0),
+        (lambda: late.requires_grad_(True), 1),
+        (lambda: optimizer.add_param_group(group), 1),
+    ):
+        change()
+        set_gradients(model, 0)
+        optimizer.step()
+        assert caplog.text.count("were frozen when this optimizer was built") == told

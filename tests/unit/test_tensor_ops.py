@@ -236,6 +236,7 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         lambda: tensor.bernoulli_(torch.rand(7, 13)),
         lambda: torch.from_dlpack(tensor),  # type: ignore[attr-defined]
         lambda: tensor.apply_(abs),
+        tensor.share_memory_,
     ):
         with pytest.raises(NotImplementedError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")

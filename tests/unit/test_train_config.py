@@ -159,6 +159,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"seed=10{20} must be less than 2\*\*43"):
         TrainConfig(seed=10**20)
+    with pytest.raises(ValueError, match=r"timeout=1e\+308: at most 1e9 seconds"):
+        TrainConfig(timeout=1e308)
 
 
 def test_numbers_that_generate_cannot_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
