@@ -98,10 +98,12 @@ class Skips:
 
 
 def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:
-    """Raise on every rank where a weight of any rank is not finite (collective)."""
-    pieces = [local_of(p).detach() for p in model.parameters() if p.is_floating_point()]
-    largest = torch._foreach_norm([one for one in pieces if one.numel()], math.inf)
-    if not all(comm.agree(all(norm.isfinite() for norm in largest), axis)):
+    """Raise on every rank where a trained weight of any rank is not finite (collective)."""
+    trained = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    pieces = [piece for p in trained if (piece := local_of(p).detach()).numel()]
+    norms = [norm.float() for norm in torch._foreach_norm(pieces, math.inf)] if pieces else []
+    finite = not norms or bool(torch.stack(norms).isfinite().all())
+    if not all(comm.agree(finite, axis)):
         raise SaveError(
             "weights are not finite: an update was too large. --resume goes on from the "
             "checkpoint before: give it lower learning rates"
