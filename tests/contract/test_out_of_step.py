@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 import unittest
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -259,128 +258,6 @@ def test_a_gradient_penalty_is_right_where_weights_stay(strategy: str, keep: boo
 def test_a_gradient_penalty_is_refused_where_weights_are_released(strategy: str) -> None:
     for message in run_ranks(double_backward, ranks_for(strategy), strategy, False):
         assert "create_graph" in message and "reshard_after_forward=False" in message, message
-
-
-# ------------------------------------------------------------------------- odd outputs
-
-
-class Slotted:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-class Plain:
-    def __init__(self, hidden: Tensor) -> None:
-        self.inner = [Slotted(hidden)]
-
-
-class Closed:
-    """Shows its tensor to nobody but its own method."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.get = lambda: hidden
-
-
-class Opaque(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.make: Callable[[Tensor], Any] = Plain
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.linear(x).tanh())
-
-
-class OpaqueNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Opaque() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            found = block(x)
-            if isinstance(found, Plain):
-                found = found.inner[0]
-            x = x + (found.hidden if isinstance(found, Slotted) else found.get())
-        return x
-
-
-def opaque(rank: int, world_size: int, strategy: str) -> str:
-    net, plain = pair(OpaqueNet)
-    wrap(net, world_size, strategy)
-    for make in (Plain, Slotted):
-        for model in (net, plain):
-            for block in model.blocks:
-                block.make = make
-        vector_loss(net, rank).backward()
-        for each in range(world_size):
-            (vector_loss(plain, each) / world_size).backward()
-        assert_gradients_equal(net, plain)
-        net.zero_grad()
-        plain.zero_grad()
-    net.blocks[1].make = Closed
-    try:
-        vector_loss(net, rank).backward()
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-def test_outputs_that_are_objects_are_looked_into_or_refused(strategy: str) -> None:
-    for message in run_ranks(opaque, ranks_for(strategy), strategy):
-        if strategy in ("zero3", "hsdp", "hfsdp"):
-            assert "Closed" in message and "blocks.1" in message, message
-
-
-class SideBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.last(self.first(x).tanh())
-        self.kept = hidden.square().mean()
-        return x + hidden
-
-
-class SideNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(SideBlock() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-@on_ranks(ranks_for)
-def test_a_loss_that_a_module_keeps_on_itself(rank: int, world_size: int, strategy: str) -> None:
-    """A loss that a module leaves on itself, as routers of experts do, and nothing else."""
-    net, plain = pair(SideNet)
-    wrap(net, world_size, strategy, unused_parameters="zeros")
-    for step in range(3):
-        for model, ranks in ((net, [rank]), (plain, range(world_size))):
-            for each in ranks:
-                model(torch.full((3, WIDTH), 1.0 + each + step))
-                (model.blocks[0].kept / len(ranks)).backward()
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                grad = net.get_parameter(name).grad
-                low, high = grad.cut.piece
-                wanted = parameter.grad.reshape(-1)[low:high]
-                assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
-        net.zero_grad()
-        plain.zero_grad()
 
 
 # ------------------------------------------------------------------------- steps of optimizers
