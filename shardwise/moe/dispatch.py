@@ -147,8 +147,13 @@ def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: i
     )
 
 
+@operator(
+    "expert_places(Tensor order, int num_slots) -> Tensor",
+    lambda order, num_slots: order.new_empty(num_slots),
+)
 def _places(order: Tensor, num_slots: int) -> Tensor:
-    """The place of each slot in ``order``."""
+    """The place of each slot in ``order``. An operator, as :func:`_placed` is: in a graph Inductor
+    (torch 2.11, 2.13) may read memory before ``index_copy_`` has filled it."""
     places = order.new_full((num_slots,), len(order))
     return places.index_copy_(0, order, torch.arange(len(order), device=order.device))
 
@@ -377,7 +382,12 @@ def _by_kernel(rows: Tensor) -> bool:
     return rows.device.type == "cuda" and narrow and has_triton()
 
 
+@operator(
+    "expert_placed(Tensor rows, Tensor order, int num_slots) -> Tensor",
+    lambda rows, _, num_slots: rows.new_empty(num_slots, *rows.shape[1:]),
+)
 def _placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:
+    """``rows`` in the slots that ``order`` names, zeros in others."""
     shape = (num_slots, *rows.shape[1:])
     slots = rows.new_empty(shape) if len(order) == num_slots else rows.new_zeros(shape)
     return slots.index_copy_(0, order, rows)

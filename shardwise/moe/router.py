@@ -423,12 +423,17 @@ def _count(chosen: Tensor, num_experts: int) -> Tensor:
     return (chosen.view(-1, 1) == experts).sum(0)
 
 
-def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None = None) -> Tensor:
+# An operator: Inductor (torch 2.11, 2.13) may read the memory before ``index_copy_`` has filled it.
+@operator(
+    "places_in_line(Tensor chosen, Tensor counts, Tensor? first) -> Tensor",
+    lambda chosen, *_: torch.empty_like(chosen),
+)
+def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None) -> Tensor:
     """The number of earlier choices of the same expert, token by token, or where ``first`` (shaped
     like ``chosen``, as the result is) is larger."""
     if first is not None:
         best = first.flatten().sort(descending=True, stable=True).indices
-        places = _places_in_line(chosen.flatten()[best], counts)
+        places = _places_in_line(chosen.flatten()[best], counts, None)
         return torch.empty_like(places).index_copy_(0, best, places).view_as(chosen)
     ordered, order = chosen.flatten().sort(stable=True)
     starts = counts.cumsum(0) - counts
