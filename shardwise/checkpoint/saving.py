@@ -239,7 +239,7 @@ def _checksums(state: State, model: nn.Module) -> dict[str, int]:
     sums = {key: checksum(one) for key, one in buffers.items() if not isinstance(one, DTensor)}
     for one in model.parameters():
         if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
-            name = f"weights of ranks {list(ranks[:4])}"
+            name = f"weights of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
             sums[name] = sums.get(name, 0) + checksum(one.to_local())
     return sums
 
