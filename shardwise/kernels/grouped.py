@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -52,6 +53,16 @@ WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, 
 # For the interpreter, where each tile costs the same time: the same code on small problems.
 SMALL_FC1_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2)
 SMALL_WEIGHT_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2, flatten=False)
+
+
+class ActivationNumbers(TypedDict):
+    """The arguments of the kernels that compute an activation: see ``moe/activation.py``."""
+
+    gated: bool
+    alpha: float
+    limit: float | None
+    offset: float
+    block: int  # in which gate and up alternate; 0: gate, then up
 
 
 def max_blocks(num_rows: int, num_experts: int, tile_rows: int) -> int:

@@ -12,14 +12,14 @@ One program computes whole rows, so ``dp``, a sum along the row, has a fixed ord
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.grouped import interpreted
+from shardwise.kernels.grouped import ActivationNumbers, interpreted
 from shardwise.kernels.launch import run
 
 # The most columns of h that a program holds at once (512 to 2048 measured: 4.0 to 3.7 TB/s).
@@ -219,13 +219,9 @@ def forward(
     expert: Tensor | None = None,  # [rows], with a bias
     chunk: int = 1024,
     elements: int = 2048,
-    **act: Any,
+    **act: Unpack[ActivationNumbers],
 ) -> Tensor:
-    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``.
-
-    ``act``, here and in the files beside: the activation's gated, alpha, limit and offset, and the
-    block in which gate and up alternate.
-    """
+    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``."""
     num_rows = len(z)
     width = z.shape[1] // 2 if act["gated"] else z.shape[1]
     h = torch.empty(num_rows, width, dtype=z.dtype, device=z.device)
@@ -247,7 +243,7 @@ def backward(
     dh: Tensor,  # [rows, width]; its memory becomes h's
     z: Tensor,
     p: Tensor,
-    **act: Any,
+    **act: Unpack[ActivationNumbers],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dz like z, h like dh (in the same memory), dp [rows] fp32."""
     num_rows, width = dh.shape

@@ -23,7 +23,7 @@ Values are rounded to bf16 before they become codes, as in the separate passes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 import triton
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.fp8_block import WIDE, block_scale
-from shardwise.kernels.grouped import interpreted, max_blocks
+from shardwise.kernels.grouped import ActivationNumbers, interpreted, max_blocks
 from shardwise.kernels.grouped_activation import act_backward, act_forward, places, rounded
 from shardwise.kernels.grouped_fc1 import first_row
 from shardwise.kernels.launch import run
@@ -269,7 +269,7 @@ def _rows_at_once(width: int) -> tuple[int, int, int]:
 def forward(
     z: Tensor,  # [rows, width or 2·width] bf16
     p: Tensor,  # [rows] fp32
-    **act: Any,
+    **act: Unpack[ActivationNumbers],
 ) -> Coded:
     """The codes of h [rows, width], at most ``WIDEST`` columns."""
     num_rows = len(z)
@@ -289,7 +289,7 @@ def backward(
     dh: Tensor,  # [rows, width] bf16
     z: Tensor,
     p: Tensor,
-    **act: Any,
+    **act: Unpack[ActivationNumbers],
 ) -> tuple[Coded, Coded, Tensor]:
     """The codes of dz (like z) and of h (like dh), and dp [rows] fp32."""
     num_rows, width = dh.shape

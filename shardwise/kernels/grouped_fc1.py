@@ -17,7 +17,7 @@ As on the unfused path, the accumulator is rounded before the bias, and z before
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 import triton
@@ -25,7 +25,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from shardwise.kernels.grouped import FC1_TILE, GroupedTile, interpreted, max_blocks
+from shardwise.kernels.grouped import (
+    FC1_TILE,
+    ActivationNumbers,
+    GroupedTile,
+    interpreted,
+    max_blocks,
+)
 from shardwise.kernels.grouped_activation import act_forward, rounded
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
@@ -181,7 +187,7 @@ def fc1(
     ends: Tensor,  # [experts] int32
     *,
     tile: GroupedTile = FC1_TILE,
-    **act: Any,
+    **act: Unpack[ActivationNumbers],
 ) -> tuple[Tensor, Tensor]:
     """z [rows, columns of the weight] and h [rows, width]."""
     experts, z_width, depth = weight.shape

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardwise.kernels import grouped
-from shardwise.kernels.grouped import GroupedTile, interpreted
+from shardwise.kernels.grouped import ActivationNumbers, GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Activation, wide
 from shardwise.moe.weights import ExpertCodes, ExpertTensor, QuantisedParameter
@@ -41,7 +41,7 @@ class Form:
     block: int
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> ActivationNumbers:
         """The arguments of the kernels."""
         return {
             "gated": self.activation.gated,
