@@ -21,7 +21,8 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
-from shardwise.report.shard_map import draw_unit, shard_map
+from shardwise.report.figures import KINDS
+from shardwise.report.shard_map import draw_unit
 from shardwise.report.step_pictures import lanes_canvas
 from shardwise.report.svg import (
     BLUE,
@@ -42,7 +43,6 @@ from shardwise.report.svg import (
     draw_x_axis,
     ink_on,
 )
-from shardwise.report.table import KINDS
 from shardwise.words import size_text, tick_text
 
 HERE = Path(__file__).parent
@@ -74,8 +74,8 @@ def two_strategies() -> Canvas:
     cut = sw.plan(model, {"dp": 4}, "zero3", optimizer="muon")
     whole = sw.plan(model, {"dp": 4}, "zero1", optimizer="muon", bucket_mb=25)
     panels = [
-        ("fully_shard, zero(3): each block cut between rows", shard_map(cut)["units"][1]),
-        ("data_parallel, zero(1): each matrix whole on one rank", shard_map(whole)["units"][0]),
+        ("fully_shard, zero(3): each block cut between rows", cut.shard_map["units"][1]),
+        ("data_parallel, zero(1): each matrix whole on one rank", whole.shard_map["units"][0]),
     ]
     about = "main weights of two transformer blocks on 4 ranks; one colour a parameter, to scale"
     canvas = Canvas(WIDTH, 0, "One model, two strategies")

@@ -199,8 +199,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.moe import mixtures_of
     from shardwise.report.plan import dry_run
     from shardwise.report.plan import plan as make_plan
-    from shardwise.report.shard_map import map_canvas, shard_map
-    from shardwise.report.table import plan_text
+    from shardwise.report.shard_map import map_canvas
     from shardwise.train.build import named_precision
     from shardwise.words import parse_size
 
@@ -243,9 +242,9 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         # Rows without values cannot be sent to other ranks.
         followed = batch if ep == 1 else None
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
-    print(plan_text(made, shard_map=True))
+    print(made.text(shard_map=True))
     if command.svg is not None:
-        command.svg.write_text(map_canvas(shard_map(made)).render())
+        command.svg.write_text(map_canvas(made.shard_map).render())
         print(f"written: {command.svg}", file=sys.stderr)
     return 0 if made.fits is not False else 3
 

@@ -31,6 +31,7 @@ from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.report.activations import Follower
 from shardwise.report.engine import BuiltUnit, Engine, build
+from shardwise.report.figures import Plan
 from shardwise.report.forward import own_forward, sketch, traffic_of
 from shardwise.report.orthogonalisation import (
     by_rank,
@@ -44,7 +45,6 @@ from shardwise.report.planned import (
     OPTIMIZERS,
     Mesh,
     Options,
-    Plan,
     PlannedGroup,
     PlannedUnit,
     as_placements,

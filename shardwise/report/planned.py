@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and results of a plan: values, for those who make them and those who show them."""
+"""The options of a plan, and the parts of its result: plain values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy
 import torch
 
 from shardwise.comm import Call
-from shardwise.division import Division
 from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
 from shardwise.optim.functions import ANY as FUNCTIONS
@@ -27,7 +26,6 @@ from shardwise.placements import (
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.report.activations import WORKSPACE
-from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import (
     bucket_problems,
     forward_problems,
@@ -233,129 +231,6 @@ class Measured:
     def calls(self) -> Counter[Call]:
         """The collectives of forward, backward and, where it gathers, of the step."""
         return sum(self.phases.values(), Counter())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(Measured):
-    """Bytes per rank and collectives per step. ``optimizer_bytes`` come on top of what was
-    measured: the state on the rank that holds most."""
-
-    model: str
-    num_parameters: int
-    options: Options
-    source: str  # "plan", or "dry run"
-    units: tuple[PlannedUnit, ...]
-    optimizer_bytes: int
-    matrices: Orthogonalisation | None = None
-    traffic: Traffic = field(repr=False, default_factory=Traffic)
-    # By name: the elements of a matrix that each replica works on, where replicas divide it.
-    divisions: dict[str, Division] = field(repr=False, default_factory=dict)
-    largest: int | None = None  # with a batch: sequences that a microbatch can have in ``memory``
-    suggestions: tuple[str, ...] = ()
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.options.mesh
-
-    @property
-    def strategy(self) -> str:
-        return strategy_name(self.options.placements)
-
-    @property
-    def total(self) -> int:
-        """The bytes that a rank needs at the worst moment."""
-        peak = self.peak_total if self.followed is None else self.followed
-        return peak + self.optimizer_bytes + self.options.workspace
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether a rank has that much; None where nobody said how much it has."""
-        memory = self.options.memory
-        return None if memory is None else self.total <= memory
-
-    @property
-    def padding(self) -> int:
-        """Elements of all buffers that hold nothing, over all shards."""
-        return sum(len(u.names) * u.ep * g.layout.padding for u in self.units for g in u.groups)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all buffers, padding included."""
-        return sum(len(u.names) * u.ep * g.layout.numel for u in self.units for g in u.groups)
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """All collectives of a step: of forward and backward, of the matrix optimizer (on the rank
-        that sends most), and of routing."""
-        known = self.calls + self.traffic.known
-        known += self.exchanged if self.matrices else Counter()
-        kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}
-        for calls, even in ((known, False), (self.traffic.even, True)):
-            for call, count in calls.items():
-                key = (call.axis, call.operation, call.size, even)
-                kinds.setdefault(key, []).append((call, count))
-        return tuple(
-            Collective(
-                operation=operation,
-                axis=axis,
-                size=size,
-                count=sum(count for _, count in found),
-                nbytes=sum(call.nbytes * count for call, count in found),
-                wire_bytes=sum(call.wire_bytes * count for call, count in found),
-                received_bytes=sum(call.received_bytes * count for call, count in found),
-                even=even,
-            )
-            for (axis, operation, size, even), found in sorted(kinds.items())
-        )
-
-    @property
-    def gathered(self) -> dict[str, tuple[int, int, int]]:
-        """Compute weights on the wire, by phase: (gathers, bytes of them whole, bytes sent)."""
-        found = {}
-        for phase, calls in self.phases.items():
-            weights = [(c, count) for c, count in calls.items() if c.operation == "all_gather"]
-            found[str(phase)] = (
-                sum(count for _, count in weights),
-                sum(call.nbytes * count for call, count in weights),
-                sum(call.wire_bytes * count for call, count in weights),
-            )
-        return found
-
-    @property
-    def formats(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """How compute weights are stored: (parameters, elements, bytes of each plane, whole)."""
-        found: dict[str, tuple[int, int, tuple[int, ...]]] = {}
-        for unit in self.units:
-            for group in unit.groups:
-                name, times = group.stored, len(unit.names)
-                planes = tuple(times * nbytes for nbytes in group.planes)
-                parameters, elements, held = found.get(name, (0, 0, (0,) * len(planes)))
-                found[name] = (
-                    parameters + times * len(group.layout.items),
-                    elements + times * group.layout.payload,
-                    tuple(a + b for a, b in zip(held, planes, strict=True)),
-                )
-        return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures that the page of a run shows, as JSON can hold them."""
-        from shardwise.report.shard_map import shard_map
-
-        return {
-            "num_parameters": self.num_parameters,
-            "activations": None if self.followed is None else self.activations,
-            "rest": self.rest,
-            "loaded": self.loaded,
-            "optimizer_bytes": self.optimizer_bytes,
-            "total": self.total,
-            "shard_map": shard_map(self),
-            "text": str(self),
-        }
-
-    def __str__(self) -> str:
-        from shardwise.report.table import plan_text
-
-        return plan_text(self)
 
 
 def as_placements(value: Placements | str) -> Placements:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.layout import rows_text
-from shardwise.report.planned import Plan, PlannedUnit
+from shardwise.report.planned import Options, PlannedUnit
 from shardwise.report.svg import (
     PALETTE,
     WIDTH,
@@ -34,12 +34,12 @@ MAX_UNITS = 24
 ROW, ROW_GAP = 20, 3
 
 
-def shard_map(plan: Plan) -> dict[str, Any]:
+def shard_map(units: Sequence[PlannedUnit], options: Options) -> dict[str, Any]:
     """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
-    rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
+    rows = {ep: rows_of(options, ep) for ep in {1, options.ep}}
     return {
-        "num_ranks": plan.mesh.num_ranks,
-        "num_shards": plan.mesh.num_shards(plan.options.placements.main),
+        "num_ranks": options.mesh.num_ranks,
+        "num_shards": options.mesh.num_shards(options.placements.main),
         "units": [
             {
                 "name": buffer_name(unit, number),
@@ -58,7 +58,7 @@ def shard_map(plan: Plan) -> dict[str, Any]:
                     )
                 ],
             }
-            for unit in plan.units
+            for unit in units
             for number, group in enumerate(unit.groups)
         ],
     }
@@ -77,10 +77,10 @@ def chosen_shards(num_shards: int) -> list[int]:
     return [*range(MAX_ROWS - 1), num_shards - 1]
 
 
-def rows_of(plan: Plan, ep: int) -> list[tuple[int, str]]:
+def rows_of(options: Options, ep: int) -> list[tuple[int, str]]:
     """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
-    main, mesh = plan.options.placements.main, plan.mesh.without(ep)
-    shards, ranks = mesh.num_shards(main), plan.mesh.num_ranks
+    main, mesh = options.placements.main, options.mesh.without(ep)
+    shards, ranks = mesh.num_shards(main), options.mesh.num_ranks
     each = ranks // shards
     if shards == 1:
         return [(0, "rank 0" if each == 1 else f"all {each} ranks")]
@@ -96,12 +96,12 @@ def rows_of(plan: Plan, ep: int) -> list[tuple[int, str]]:
     ]
 
 
-def map_text(plan: Plan, width: int = 72) -> str:
+def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) -> str:
     """Strips to scale, for every kind of unit."""
-    rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
+    rows = {ep: rows_of(options, ep) for ep in {1, options.ep}}
     margin = max(len(label) for every in rows.values() for _, label in every)
     lines = []
-    for unit in plan.units:
+    for unit in units:
         for number, group in enumerate(unit.groups):
             layout = group.layout
             share = 100 * layout.padding / layout.numel

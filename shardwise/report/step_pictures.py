@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.report.figures import KINDS
 from shardwise.report.series import Event, number
 from shardwise.report.svg import (
     BLUE,
@@ -30,7 +31,6 @@ from shardwise.report.svg import (
     draw_x_axis,
     text_width,
 )
-from shardwise.report.table import KINDS
 from shardwise.report.trace import LANES
 from shardwise.words import seconds_text, size_text, tick_text
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from shardwise.placements import SHARD, STRATEGIES
 from shardwise.precision import Precision
-from shardwise.report.planned import Mesh, Options, Plan
+from shardwise.report.figures import Plan
+from shardwise.report.planned import Mesh, Options
 from shardwise.words import size_text
 
 MAX_RANKS = 1 << 16

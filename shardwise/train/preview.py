@@ -8,7 +8,6 @@ import dataclasses
 import torch
 
 from shardwise.report.plan import plan
-from shardwise.report.table import plan_text
 from shardwise.train.build import precision_of, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.fit import fit, plan_inputs
@@ -32,7 +31,7 @@ def preview(config: TrainConfig, ranks: int) -> str:
     config, decision = fit(config, precision, world)
     model, mesh, options = plan_inputs(config, precision, world)
     made = plan(model, mesh, config.placements, **options)
-    lines = [*_configuration(config), "", plan_text(made), ""]
+    lines = [*_configuration(config), "", str(made), ""]
     if decision is not None:
         lines.append(f"note     {decision}")
     each = flops_per_token(config, sum(p.numel() for p in model.parameters()))

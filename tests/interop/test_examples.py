@@ -55,4 +55,4 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
             assert not cell["outputs"]
             exec("".join(cell["source"]), names)
     assert "blocks.0 and 1 alike" in capsys.readouterr().out
-    assert names["map_canvas"](names["shard_map"](names["whole"]))._repr_svg_().startswith("<svg")
+    assert names["map_canvas"](names["whole"].shard_map)._repr_svg_().startswith("<svg")

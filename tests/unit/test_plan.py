@@ -27,7 +27,6 @@ from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, dry_run, plan
 from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
-from shardwise.report.table import plan_text
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.wrapping import wrap_units
 from shardwise.words import count_text, parse_size, size_text
@@ -366,7 +365,7 @@ def test_405_billion_parameters_over_4096_ranks() -> None:
     assert made.rest["main"] == 4 * made.num_elements // 4096
     assert layout._plan.cache_info().currsize > 0
     assert [unit.name for unit in made.units] == ["Llama", "blocks.0 and 125 alike"]
-    assert "blocks.0 and 125 alike, buffer 2 of 2: " in map_text(made)
+    assert "blocks.0 and 125 alike, buffer 2 of 2: " in made.text(shard_map=True)
     gathers = made.collectives[0]
     assert gathers.operation == "all_gather"
     json.dumps(made.as_dict())
@@ -411,7 +410,7 @@ def test_whether_it_fits_is_known_where_the_memory_is() -> None:
 
 def test_a_plan_reads_as_text() -> None:
     made = plan(small(), {"dp_outer": 2, "dp": 2}, "hsdp", optimizer="muon", microbatches=2)
-    text = plan_text(made, shard_map=True)
+    text = made.text(shard_map=True)
     for words in (
         "hsdp over dp_outer=2 x dp=2 (4 ranks), muon, 2 microbatches",
         "Bytes per rank",
@@ -426,11 +425,12 @@ def test_a_plan_reads_as_text() -> None:
 
 def test_strips_are_to_scale_and_hold_every_row_once() -> None:
     made = plan(small(), {"dp": 3}, "zero3")
-    lines = map_text(made, width=96).splitlines()
+    lines = map_text(made.units, made.options, width=96).splitlines()
     rows = [line for line in lines if line.startswith("rank ")]
     assert len(rows) == 3 * 2 and len({len(row) for row in rows}) == 1
     assert any("embedding.weight rows 0-" in row for row in rows)
-    many = map_text(plan(small(), {"dp": 1000}, "zero3"))
+    made = plan(small(), {"dp": 1000}, "zero3")
+    many = map_text(made.units, made.options)
     assert many.count("rank") < 40 and "..." in many, "of many ranks a few are shown"
 
 
