@@ -29,11 +29,10 @@ def main() -> float:
     )  # fmt: skip
     model.init_weights(0)
     tokens_from = sw.comm.as_axis(mesh.get_group(), "dp")
-    for layer in mixtures_of(model):  # first the experts, each layer's a unit of its own ...
+    for layer in mixtures_of(model):
         layer.spread(sw.comm.as_axis(grid.get_group("ep"), "ep") if ep > 1 else None, tokens_from)
-        sw.fully_shard(layer.experts, mesh=grid["dp"])
-    for block in model.blocks:  # ... then what is around them
-        sw.fully_shard(block, mesh=mesh)
+    for block in model.blocks:  # experts are sharded over the ranks that hold the same ones
+        sw.fully_shard(block, mesh=mesh, meshes={"*.experts": grid["dp"]})
     sw.fully_shard(model, mesh=mesh)
     optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=3e-3))
 

@@ -62,8 +62,8 @@ class Pending:
                 finish()
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """The same, with something left to do locally; at once where nothing is under way."""
-        if not self._works:
+        """The same, with something left to do locally; at once where there are no messages."""
+        if not self._what:
             finish()
         else:
             self._finish = finish

@@ -189,18 +189,15 @@ class Block(nn.Module):
         return hidden, self.call_norm(self.feed_forward_norm, hidden)
 
     def compile_forward(self, **options: Any) -> None:
-        """Run forward through ``torch.compile``; where experts are spread over ranks, the part
-        before them, the router's choice and the shared expert.
+        """Run forward through ``torch.compile``.
 
         Only the function is compiled, not the module: hooks of sharding run around it as ever, and
         the names of parameters stay.
         """
         mixture = self.feed_forward
-        if isinstance(mixture, MixtureOfExperts) and mixture.axis is not None:
-            self.attend = torch.compile(self.attend, **options)  # type: ignore[method-assign]
-            mixture.compile_parts(**options)
-        else:
-            self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
+        if isinstance(mixture, MixtureOfExperts) and mixture.axis and mixture.in_graphs:
+            options = {"fullgraph": True} | options  # else torch captures no number of rows
+        self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
 
 
 class GPT(nn.Module):

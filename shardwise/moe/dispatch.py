@@ -15,7 +15,8 @@ exact-size all-to-alls.
                                                   then sorted by expert: | e0: 0, 1 | e1: 0, 1 |
 
 An exchange is two autograd nodes, one that starts it and one that waits for it: work between the
-two (a shared expert) overlaps with the messages, in forward and in backward.
+two (a shared expert) overlaps with the messages, in forward and in backward. In a graph of
+torch.compile the nodes are operators (``spread.py``).
 
 The host must know the sizes. Without a capacity it waits for the device to count the rows, once in
 each forward of a layer. With a capacity ranks send each other as many rows as experts take at most,
@@ -30,6 +31,7 @@ The rows of an expert are in the order of ranks and tokens, as on one rank with 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,41 +67,63 @@ class DispatchPlan:
 
 def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan:
     """Sort choices by expert, dropped ones last; over an axis, exchange the numbers of rows."""
-    chosen = routes.experts
-    num_experts = len(routes.counts)
+    if axis is not None and axis.size > 1:
+        received, numbers = exchange_counts(routes.experts, routes.counts, routes.capacity, axis)
+        return plan_exchange(routes.experts, routes.kept, routes.counts, received, numbers)
+    num_experts, num_slots = len(routes.counts), routes.experts.numel()
+    order = _by_expert(routes.experts, routes.kept, num_experts)
+    ends = routes.counts.cumsum(0).int()
+    if routes.capacity is not None:
+        # As many rows as experts take at most, so that the host need not wait for counts. Rows
+        # of dropped choices up to this bound go to the last expert, with weight zero.
+        bound = min(num_slots, num_experts * routes.capacity)
+        order = order[:bound]
+        ends[-1:].fill_(bound)  # an assignment would copy from the host, and wait
+    places, choices = _places(order, num_slots), routes.experts.shape[-1]
+    return DispatchPlan(order=order, places=places, num_choices=choices, ends=ends)
+
+
+def _by_expert(chosen: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
     slots = chosen.flatten()
-    if routes.kept is not None:
-        slots = slots.masked_fill(~routes.kept.flatten(), num_experts)
+    if kept is not None:
+        slots = slots.masked_fill(~kept.flatten(), num_experts)
     if num_experts < 1 << 15:  # a GPU sorts digit by digit, of 8 bits
         slots = slots.to(torch.uint8 if num_experts < 1 << 8 else torch.int16)
-    order = slots.sort(stable=True).indices
-    choices, num_slots = chosen.shape[-1], len(slots)
-    if axis is None or axis.size == 1:
-        ends = routes.counts.cumsum(0).int()
-        if routes.capacity is not None:
-            # As many rows as experts take at most, so that the host need not wait for counts. Rows
-            # of dropped choices up to this bound go to the last expert, with weight zero.
-            bound = min(num_slots, num_experts * routes.capacity)
-            order = order[:bound]
-            ends[-1:].fill_(bound)  # an assignment would copy from the host, and wait
-        places = _places(order, num_slots)
-        return DispatchPlan(order=order, places=places, num_choices=choices, ends=ends)
-    local = num_experts // axis.size
-    received = torch.empty_like(routes.counts)
+    return slots.sort(stable=True).indices
+
+
+def exchange_counts(
+    chosen: Tensor, counts: Tensor, capacity: int | None, axis: comm.Axis
+) -> tuple[Tensor, list[int]]:
+    """The rows that come to this rank's experts [ranks x local experts]; and the numbers of rows
+    that go to each rank, those that come from each rank, and whether (1) padding is among them."""
+    local = len(counts) // axis.size
+    received = torch.empty_like(counts)
     each = [local] * axis.size
-    comm.all_to_all(received, routes.counts, each, each, axis).wait()
-    going = routes.counts.view(axis.size, local).sum(1)
-    coming = received.view(axis.size, local)  # [source, expert]
-    if (block := _block(routes, axis, local)) is not None:
-        return _padded(order, choices, going, coming, block)
-    numbers = torch.cat([going, coming.sum(1)]).tolist()  # the host waits here
-    sizes, out_sizes = numbers[: axis.size], numbers[axis.size :]
-    expert = torch.arange(local, device=received.device).repeat(axis.size)
+    comm.all_to_all(received, counts, each, each, axis).wait()
+    if (block := _block(chosen, capacity, axis, local)) is not None:
+        return received, [block] * 2 * axis.size + [1]
+    both = torch.stack([counts, received]).view(2 * axis.size, local)
+    return received, [*both.sum(1).tolist(), 0]  # the host waits here
+
+
+def plan_exchange(
+    chosen: Tensor, kept: Tensor | None, counts: Tensor, received: Tensor, numbers: list[int]
+) -> DispatchPlan:
+    """The plan of rows whose numbers :func:`exchange_counts` has told."""
+    num_ranks, choices = len(numbers) // 2, chosen.shape[-1]
+    order = _by_expert(chosen, kept, len(counts))
+    coming = received.view(num_ranks, -1)  # [source, expert]
+    if numbers[-1]:
+        going = counts.view(num_ranks, -1).sum(1)
+        return _padded(order, choices, going, coming, numbers[0])
+    sizes, out_sizes = numbers[:num_ranks], numbers[num_ranks:-1]
+    expert = torch.arange(coming.shape[1], device=received.device).repeat(num_ranks)
     arriving = torch.repeat_interleave(expert, received, output_size=sum(out_sizes))
     order = order[: sum(sizes)]
     return DispatchPlan(
         order=order,
-        places=_places(order, num_slots),
+        places=_places(order, chosen.numel()),
         num_choices=choices,
         ends=coming.sum(0).cumsum(0).int(),
         sizes=sizes,
@@ -111,16 +135,13 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
 PADDED = 2  # times as many rows as there are choices may be sent to spare the host a wait
 
 
-def _block(routes: Routes, axis: comm.Axis, local: int) -> int | None:
+def _block(chosen: Tensor, capacity: int | None, axis: comm.Axis, local: int) -> int | None:
     """The most rows that a rank sends to another; None where the host had better wait for their
     number, or where ranks have different numbers of tokens (collective, among hosts)."""
-    if routes.capacity is None:
+    if capacity is None or differ(len(chosen), axis):
         return None
-    if differ(len(routes.experts), axis):
-        return None
-    slots = routes.experts.numel()
-    block = min(slots, local * routes.capacity)
-    return block if block * axis.size <= PADDED * slots else None
+    block = min(chosen.numel(), local * capacity)
+    return block if block * axis.size <= PADDED * chosen.numel() else None
 
 
 def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: int) -> DispatchPlan:
@@ -152,7 +173,7 @@ def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: i
     lambda order, num_slots: order.new_empty(num_slots),
 )
 def _places(order: Tensor, num_slots: int) -> Tensor:
-    """The place of each slot in ``order``. An operator, as :func:`_placed` is: in a graph Inductor
+    """The place of each slot in ``order``. An operator, as :func:`placed` is: in a graph Inductor
     (torch 2.11, 2.13) may read memory before ``index_copy_`` has filled it."""
     places = order.new_full((num_slots,), len(order))
     return places.index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -180,22 +201,33 @@ Arrival = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor]]
 
 
 class Dispatcher:
-    """Moves rows between tokens and experts, over ``axis`` where experts are spread."""
+    """Moves rows between tokens and experts, over ``axis`` where experts are spread. In graphs of
+    torch.compile it has a name, the same for all layers."""
 
-    def __init__(self, axis: comm.Axis | None = None) -> None:
-        self.axis = axis
+    def __init__(self, axis: comm.Axis | None = None, name: str = "") -> None:
+        self.axis, self.name = axis, name
         self._lanes: Lanes | None = None
 
-    def send(self, tokens: Tensor, routes: Routes, plan: DispatchPlan) -> Arrival:
-        """Begin to send tokens [tokens, hidden] to their experts."""
+    @staticmethod
+    def over(axis: comm.Axis | None) -> Dispatcher:
+        """The dispatcher of an axis, one for all layers."""
+        name = "" if axis is None else f"{axis.name} {id(axis)}"
+        found = dispatchers.get(name)
+        if found is None:
+            found = dispatchers[name] = Dispatcher(axis, name)
+        return found
+
+    def send(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan) -> Arrival:
+        """Begin to send tokens [tokens, hidden], and the router's weights of their choices, to
+        their experts."""
         rows = _Spread.apply(tokens, plan.order, plan.places, plan.num_choices, plan.padded)
-        weights = routes.weights.flatten()
+        weights = weights.flatten()
         if plan.padded:  # padding weighs nothing
             weights = F.pad(weights, (0, plan.num_choices))
         weights = _Pick.apply(weights, plan.order)
         if plan.sizes is None or plan.out_sizes is None:
             return lambda _: (rows, weights)
-        first, second = (self._exchange(plan.sizes, plan.out_sizes) for _ in range(2))
+        first, second = (self.exchange(plan.sizes, plan.out_sizes) for _ in range(2))
         sent = _StartExchange.apply(rows, first), _StartExchange.apply(weights, second)
 
         def wait(meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor]:
@@ -211,19 +243,22 @@ class Dispatcher:
         if plan.sizes is not None and plan.out_sizes is not None:
             assert plan.by_expert is not None
             rows = _Pick.apply(rows, _places(plan.by_expert, len(rows)))
-            exchange = self._exchange(plan.out_sizes, plan.sizes)
+            exchange = self.exchange(plan.out_sizes, plan.sizes)
             rows = _WaitForExchange.apply(_StartExchange.apply(rows, exchange), exchange, None)
         summed: Tensor = _Sum.apply(rows, plan.order, plan.places, plan.num_choices, plan.padded)
         return summed
 
-    def _exchange(self, sizes: list[int], out_sizes: list[int]) -> _Exchange:
+    def exchange(self, sizes: list[int], out_sizes: list[int]) -> Exchange:
         assert self.axis is not None
         if self._lanes is None and torch.cuda.is_available():
             self._lanes = Lanes(torch.device("cuda", torch.cuda.current_device()))
-        return _Exchange(self.axis, self._lanes, sizes, out_sizes)
+        return Exchange(self.axis, self._lanes, sizes, out_sizes)
 
 
-class _Exchange:
+dispatchers: weakref.WeakValueDictionary[str, Dispatcher] = weakref.WeakValueDictionary()
+
+
+class Exchange:
     """One all-to-all of rows, and the reverse all-to-all of their gradients."""
 
     def __init__(
@@ -265,7 +300,7 @@ class _StartExchange(torch.autograd.Function):
     """Forward starts the exchange; backward waits for the exchange of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, source: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.start(source, exchange.sizes, exchange.out_sizes)
 
@@ -280,7 +315,7 @@ class _WaitForExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: Tensor, exchange: _Exchange, meanwhile: Callable[[], None] | None
+        ctx: Any, arrived: Tensor, exchange: Exchange, meanwhile: Callable[[], None] | None
     ) -> Tensor:
         ctx.exchange, ctx.meanwhile = exchange, meanwhile
         exchange.wait()
@@ -289,7 +324,7 @@ class _WaitForExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        exchange: _Exchange = ctx.exchange
+        exchange: Exchange = ctx.exchange
         exchange.start(grad, exchange.out_sizes, exchange.sizes)
         if ctx.meanwhile is not None:
             ctx.meanwhile()
@@ -309,12 +344,12 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
         ctx.save_for_backward(order, places)
         ctx.how, ctx.num_tokens = how, len(tokens)
-        return _copies(tokens, order, places, *how)
+        return copies(tokens, order, places, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         order, places = ctx.saved_tensors
-        return _sums(grad, order, places, *ctx.how)[: ctx.num_tokens], None, None, None, None
+        return sums(grad, order, places, *ctx.how)[: ctx.num_tokens], None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -324,12 +359,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
         ctx.save_for_backward(order, places)
         ctx.how = how
-        return _sums(rows, order, places, *how)
+        return sums(rows, order, places, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         order, places = ctx.saved_tensors
-        return _copies(grad, order, places, *ctx.how), None, None, None, None
+        return copies(grad, order, places, *ctx.how), None, None, None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -344,20 +379,20 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
-        return _placed(grad, order, ctx.num_slots), None
+        return placed(grad, order, ctx.num_slots), None
 
 
 @operator(
     "expert_copies(Tensor tokens, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
     lambda tokens, order, *_: tokens.new_empty(len(order), *tokens.shape[1:]),
 )
-def _copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
+def copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
     """The row of each token for each of its choices, in ``order``."""
     if _by_kernel(tokens) and not padded:
         from shardwise.kernels.row_sums import row_copies
 
-        copies: Tensor = row_copies(tokens, places.view(-1, choices), len(order))
-        return copies
+        repeated: Tensor = row_copies(tokens, places.view(-1, choices), len(order))
+        return repeated
     # Rows of padding are copies of some token.
     return tokens.index_select(0, (order // choices).clamp_max_(len(tokens) - 1))
 
@@ -366,14 +401,14 @@ def _copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded:
     "expert_sums(Tensor rows, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
     lambda rows, _, places, choices, *__: rows.new_empty(len(places) // choices, *rows.shape[1:]),
 )
-def _sums(rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
+def sums(rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
     """The sum of the rows of each token [tokens, ...], in the order of its choices."""
     if _by_kernel(rows):
         from shardwise.kernels.row_sums import row_sums
 
         summed: Tensor = row_sums(rows, places.view(-1, choices))
         return summed
-    slots = _placed(rows, order, len(places)).unflatten(0, (-1, choices))  # type: ignore[no-untyped-call]
+    slots = placed(rows, order, len(places)).unflatten(0, (-1, choices))  # type: ignore[no-untyped-call]
     return torch.sum(slots, 1)
 
 
@@ -386,7 +421,7 @@ def _by_kernel(rows: Tensor) -> bool:
     "expert_placed(Tensor rows, Tensor order, int num_slots) -> Tensor",
     lambda rows, _, num_slots: rows.new_empty(num_slots, *rows.shape[1:]),
 )
-def _placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:
+def placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:
     """``rows`` in the slots that ``order`` names, zeros in others."""
     shape = (num_slots, *rows.shape[1:])
     slots = rows.new_empty(shape) if len(order) == num_slots else rows.new_zeros(shape)

@@ -29,6 +29,9 @@ from shardwise.moe.products import (
 )
 from shardwise.moe.weights import ExpertTensor
 
+# The parameters, the settings and whether codes are kept: of experts in a graph of torch.compile.
+Inside = tuple[list[Tensor], str, bool]
+
 
 class FullPrecision:
     """A tensor that no precision policy casts on its way into a module. Router weights are fp32
@@ -127,20 +130,29 @@ class GroupedMLP(nn.Module):
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
         delays = self.delay_weight_gradient if delay is None else delay
-        form = Form(self.activation, self.gate_up_block)
         p, ends = p.contiguous(), ends.contiguous()
-        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
         compiling = torch.compiler.is_compiling()
-        if compiling and not delays and all(bundle.in_graphs for bundle in bundles):
-            rows = x.to(compute_dtype(x)).contiguous()
-            text = described(self.choice.asked, form, bundles)
-            return graph_mlp(rows, p, ends, parameters, text, bundles[0].keeps_codes)
+        if compiling and not delays and (inside := self.in_graph()) is not None:
+            return graph_mlp(x.to(compute_dtype(x)).contiguous(), p, ends, *inside)
         if not compiling:
             check_ends(ends, len(x))
         delayed = self.delayed if delays else None
+        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
         inputs = parameters if delayed is None else [delayed.anchor(x, self)]
-        work = Work(bundles, self.choice.products(x), form, delayed)
+        work = Work(bundles, self.choice.products(x), self._form, delayed)
         return apply(MLP, x, p, ends, work, *inputs)  # type: ignore[no-any-return]
+
+    @property
+    def _form(self) -> Form:
+        return Form(self.activation, self.gate_up_block)
+
+    def in_graph(self) -> Inside | None:
+        """What an operator in a graph needs; None where the parameters cannot be in a graph."""
+        bundles = self._bundles()
+        if not all(bundle.in_graphs for bundle in bundles):
+            return None
+        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
+        return parameters, described(self.choice.asked, self._form, bundles), bundles[0].keeps_codes
 
     @property
     def ep(self) -> int:

@@ -22,8 +22,10 @@ from torch._compile import _disable_dynamo
 from shardwise import comm
 from shardwise.moe.activation import Activation
 from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
-from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
+from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP, Inside
+from shardwise.moe.products import compute_dtype
 from shardwise.moe.router import Router, Routes, Routing
+from shardwise.moe.spread import spread_experts
 
 
 class MixtureOfExperts(nn.Module):
@@ -53,11 +55,11 @@ class MixtureOfExperts(nn.Module):
         self.axis = axis if axis is not None and axis.size > 1 else None
         local = check_share(routing.num_experts, 1 if self.axis is None else self.axis.size)
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
+        self.shared = shared  # in forward before the experts, so in backward after them
         self.experts = GroupedMLP(
             local, hidden, width, activation=activation, device=device, dtype=dtype, **experts
         )
-        self.shared = shared
-        self._dispatcher = Dispatcher(self.axis)
+        self._dispatcher = Dispatcher.over(self.axis)
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
             linear.total_experts, linear.axis = routing.num_experts, self.axis
@@ -72,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         if axis is not None and axis.size > 1:
             self.keep_share(axis.size, axis.rank, axis)
             self.axis = axis
-            self._dispatcher = Dispatcher(axis)
+            self._dispatcher = Dispatcher.over(axis)
         tokens = tokens or axis
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
@@ -81,13 +83,6 @@ class MixtureOfExperts(nn.Module):
         plan with: as large as on one rank of ``size``, with no other rank to send rows to."""
         local = check_share(self.router.routing.num_experts, size, rank)
         self.experts.spread(rank * local, local, axis)
-
-    def compile_parts(self, **options: Any) -> None:
-        """Run what is neither a grouped product nor a move of rows through ``torch.compile``, where
-        experts are spread. Else the layer may be compiled whole."""
-        self.router.compile_parts(**options)
-        if self.shared is not None:
-            self.shared.forward = torch.compile(self.shared.forward, **options)
 
     @property
     def first_expert(self) -> int:
@@ -110,12 +105,21 @@ class MixtureOfExperts(nn.Module):
             linear.draw(scale * linear.in_features**-0.5, given)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
-        call = MixtureOfExperts._compute
-        if self.axis is not None and torch.compiler.is_compiling():
-            call = _between_graphs
-        return call(self, hidden)
+        if self.axis is None or not torch.compiler.is_compiling():
+            return self._compute(hidden)
+        casts = compute_dtype(hidden) != hidden.dtype  # rows, when they have arrived
+        inside = self.experts.in_graph() if self.in_graphs and not casts else None
+        compute = _between_graphs if inside is None else MixtureOfExperts._compute
+        return compute(self, hidden, inside)
 
-    def _compute(self, hidden: Tensor) -> tuple[Tensor, Routes]:
+    @property
+    def in_graphs(self) -> bool:
+        """Whether spread experts are operators of a compiled graph: not where they are a unit of
+        their own, whose hooks gather weights."""
+        linears = (self.experts, self.experts.fc1, self.experts.fc2)
+        return not any(one._forward_hooks or one._forward_pre_hooks for one in linears)
+
+    def _compute(self, hidden: Tensor, inside: Inside | None = None) -> tuple[Tensor, Routes]:
         width = self.router.weight.shape[-1]
         if hidden.dim() < 2 or hidden.shape[-1] != width:
             raise ValueError(
@@ -124,15 +128,20 @@ class MixtureOfExperts(nn.Module):
         tokens = hidden.flatten(0, -2)  # [tokens, hidden]
         length = hidden.shape[-2] if hidden.dim() > 2 else None
         routes: Routes = self.router(tokens, length)
+        if inside is not None:
+            delay, name = self.experts.delay_weight_gradient, self._dispatcher.name
+            mixed, beside = spread_experts(tokens, routes, name, inside, delay, self.shared)
+            mixed = mixed if beside is None else mixed + beside
+            return mixed.view_as(hidden), routes
         plan = plan_dispatch(routes, self.axis)
-        arrival = self._dispatcher.send(tokens, routes, plan)
+        arrival = self._dispatcher.send(tokens, routes.weights, plan)
         beside = None if self.shared is None else self.shared(tokens)
-        delayed = self.axis is not None and self.experts.delay_weight_gradient
-        # Delayed gradients are computed while gradients of rows are sent; else there is no delay.
-        delayed = delayed and tokens.requires_grad and torch.is_grad_enabled()
-        rows, weights = arrival(self.experts.backward_dw if delayed else None)
-        delay = delayed if self.axis is not None else None
-        rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delay)
+        delays: bool | None = None
+        if self.axis is not None:  # while gradients of rows are sent; else there is no delay
+            sends = tokens.requires_grad and torch.is_grad_enabled()
+            delays = self.experts.delay_weight_gradient and sends
+        rows, weights = arrival(self.experts.backward_dw if delays else None)
+        rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delays)
         mixed = self._dispatcher.collect(rows, plan)
         if len(mixed) > len(tokens):  # the last row is padding's
             mixed = mixed[:-1]
@@ -145,8 +154,6 @@ class MixtureOfExperts(nn.Module):
         self.experts.backward_dw()
 
 
-# Spread experts are a unit of their own, whose hooks gather and release weights, and how many rows
-# ranks exchange is known when they do.
 _between_graphs = _disable_dynamo(MixtureOfExperts._compute)
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.moe.activation import Activation, wide
-from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import bias_writer, weight_writer
 from shardwise.moe.products import (
     Form,
@@ -55,10 +54,10 @@ class Work:
     bundles: Sequence[ExpertTensor]  # W1, W2 and, where there are biases, b1, b2
     products: LoopProducts
     form: Form
-    delayed: DelayedGradients | None = None
+    delayed: Any = None  # its ``delay`` takes the weight gradients; None: no delay
 
 
-def _forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:
+def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:
     """``y`` and ``z``, and ``x`` as backward reads it."""
     w1, w2, *biases = (bundle.value(x.dtype) for bundle in work.bundles)
     first, second = (bundle.coding for bundle in work.bundles[:2])
@@ -76,7 +75,7 @@ def _forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Te
     return y, z, coded if first[1] else x
 
 
-def _backward(
+def mlp_backward(
     dy: Tensor, saved: list[Any], work: Work, wants_x: bool, wants_p: bool
 ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
     """The gradients of x, p and each parameter (None: frozen, or in ``main_grad``; of delayed ones,
@@ -134,7 +133,7 @@ class MLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, p: Tensor, ends: Tensor, work: Work, *inputs: Tensor
     ) -> Tensor:
-        y, z, kept = _forward(x.to(compute_dtype(x)).contiguous(), p, ends, work)
+        y, z, kept = mlp_forward(x.to(compute_dtype(x)).contiguous(), p, ends, work)
         # The parameters are saved only to detect in-place changes; backward reads the bundles.
         parameters = [parameter for bundle in work.bundles for parameter in bundle.parameters]
         ctx.save_for_backward(*parts_of(kept), z, p, ends, *parameters)
@@ -146,7 +145,7 @@ class MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         saved = list(saved_by(ctx))
         ctx.maybe_clear_saved_tensors()  # frees z after its last read, unless the graph is retained
-        dx, dp, gradients = _backward(dy, saved, ctx.work, *ctx.needs_input_grad[:2])
+        dx, dp, gradients = mlp_backward(dy, saved, ctx.work, *ctx.needs_input_grad[:2])
         return None if dx is None else dx.to(ctx.x_dtype), dp, None, None, *gradients
 
 
@@ -174,7 +173,7 @@ def _settings(text: str) -> tuple[Any, Form, list[bool]]:
     return None if asked == "None" else asked, Form(activation, int(block)), grouped
 
 
-def _work(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str) -> Work:
+def work_of(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str) -> Work:
     asked, form, layouts = _settings(text)
     bundles, rest = [], list(parameters)
     for grouped in layouts:
@@ -204,7 +203,7 @@ def _fake_forward(x, p, ends, once, parameters, text, coded) -> tuple[Tensor, ..
 def _graph_forward(x, p, ends, once, parameters, text, coded) -> Any:
     check_ends(ends, len(x))
     remember(parameters)
-    y, z, kept = _forward(x, p, ends, _work(x, parameters, len(ends), text))
+    y, z, kept = mlp_forward(x, p, ends, work_of(x, parameters, len(ends), text))
     if coded:
         return y, z, kept.codes, kept.scales
     return y, z, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
@@ -213,11 +212,23 @@ def _graph_forward(x, p, ends, once, parameters, text, coded) -> Any:
 def _fake_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
     dx, p = dy.new_empty(dy.shape if wants_x else (0,)), saved[3]
     chosen = [one for one, trains in zip(parameters, trained, strict=True) if trains]
-    return [dx, p.new_empty(p.shape), *map(_room, chosen)]
+    return [dx, p.new_empty(p.shape), *map(room, chosen)]
 
 
-def _room(parameter: Tensor) -> Tensor:
+def room(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def brought(parameters, gradients, trained) -> list[Tensor]:
+    """What a graph brings: the gradient of each trained parameter, or memory without values."""
+    every = zip(parameters, gradients, trained, strict=True)
+    return [room(one) if gradient is None else gradient for one, gradient, t in every if t]
+
+
+def by_parameter(gradients, trained) -> list[Tensor | None]:
+    """What a graph brought, with None for frozen parameters."""
+    left = iter(gradients)
+    return [next(left) if trains else None for trains in trained]
 
 
 @operator(
@@ -227,13 +238,9 @@ def _room(parameter: Tensor) -> Tensor:
 )
 def _graph_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
     parameters = originals(parameters, trained)
-    work = _work(dy, parameters, len(saved[4]), text)
-    dx, dp, gradients = _backward(dy, list(saved), work, wants_x, wants_p)
-    results = [dy.new_empty(0) if dx is None else dx, dp]
-    for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
-        if trains:
-            results.append(_room(parameter) if gradient is None else gradient)
-    return results
+    work = work_of(dy, parameters, len(saved[4]), text)
+    dx, dp, gradients = mlp_backward(dy, list(saved), work, wants_x, wants_p)
+    return [dy.new_empty(0) if dx is None else dx, dp, *brought(parameters, gradients, trained)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -250,10 +257,8 @@ def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     dx, dp, *gradients = torch.ops.shardwise.expert_mlp_backward.default(
         dy, saved[:5], saved[5:], ctx.text, wants_x, wants_p, trained
     )
-    for place, trains in enumerate(trained):
-        if not trains:
-            gradients.insert(place, None)
-    return dx if wants_x else None, dp if wants_p else None, None, None, gradients, None, None
+    found = by_parameter(gradients, trained)
+    return dx if wants_x else None, dp if wants_p else None, None, None, found, None, None
 
 
 torch.library.register_autograd("shardwise::expert_mlp", _bring, setup_context=_keep, lib=library)

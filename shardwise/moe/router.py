@@ -147,7 +147,6 @@ class Router(nn.Module):
         super().__init__()
         self.routing = routing
         self.axis = axis
-        self.choose, self.losses = choose, losses
         self.weight = nn.Parameter(
             torch.empty(routing.num_experts, hidden, device=device, dtype=dtype)
         )
@@ -196,17 +195,12 @@ class Router(nn.Module):
             self.forget_load()  # the buffers have no values yet, and no state dict has counts
         return self
 
-    def compile_parts(self, **options: Any) -> None:
-        """Run the choice and the losses, dozens of small passes, through ``torch.compile``."""
-        self.choose = torch.compile(choose, **options)
-        self.losses = torch.compile(losses, **options)
-
     def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
         """The routes of tokens [tokens, hidden]: sequences of ``length``, or ``None``: one."""
         routing = self.routing
         logits = logits_of(tokens, self.weight)
         bias = self.expert_bias if routing.bias_rate else None
-        scores, chosen, weights, wanted = self.choose(logits, bias, routing)
+        scores, chosen, weights, wanted = choose(logits, bias, routing)
         capacity = routing.capacity(len(tokens))
         kept, counts, dropped = None, wanted, wanted.new_zeros(())
         if capacity is not None:
@@ -225,7 +219,7 @@ class Router(nn.Module):
             kept=kept,
             counts=counts,
             dropped=dropped,
-            loss=self.losses(logits, scores, chosen, self._total(wanted, logits), routing, length),
+            loss=losses(logits, scores, chosen, self._total(wanted, logits), routing, length),
             capacity=capacity,
         )
 

@@ -265,7 +265,9 @@ def _build_unit(
     over: dict[int, Ranks],
     in_model: bool,
 ) -> BuiltUnit:
-    kept_axis, release = after_forward(options.reshard_after_forward, over[owner.ep])
+    kept_axis, release = after_forward(
+        options.reshard_after_forward, over[min(owner.homes, default=1)]
+    )
     ranks = float(options.mesh.num_ranks)  # gradients of experts are sums over the tokens of all
     unit, where = build_unit(
         Unit if options.bucket_mb is None else BucketedUnit,

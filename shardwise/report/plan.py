@@ -55,7 +55,6 @@ from shardwise.report.units import (
     owners,
     planned_buffers,
     recomputed_modules,
-    whole_model,
 )
 from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.call import map_tensors
@@ -144,7 +143,7 @@ def plan(
     if bucket_mb is None:
         root = owners(model, wrap, ignored)
     elif wrap is None and grain in GRAINS:
-        root = whole_model(model, ignored)
+        root = owners(model, [], ignored)
     else:
         raise ValueError(
             "plan: wrap and grains are fully_shard's, and bucket_mb is data_parallel's, which "
@@ -160,7 +159,7 @@ def plan(
         precision=precision,
         microbatches=microbatches,
         gather_in_step=gather_in_step,
-        ep=max(owner.ep for owner in root.tree()),
+        ep=max(ep for owner in root.tree() for ep in owner.homes),
         tp=tp,
         bucket_mb=bucket_mb,
         batch=batch,
@@ -377,7 +376,7 @@ def _units(
     for same in alike.values():
         first, names = same[0], tuple(built.owner.name for built in same)
         every = list(zip(buffers[first.owner], first.unit.groups, strict=True))
-        for ep in sorted({buffer.home for buffer, _ in every} or {first.owner.ep}):
+        for ep in sorted({buffer.home for buffer, _ in every} or {1}):
             groups = tuple(
                 _planned_group(first.owner, buffer, group, matrices)
                 for buffer, group in every

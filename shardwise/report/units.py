@@ -13,12 +13,11 @@ call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from shardwise.moe import mixtures_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
 from shardwise.report.planned import Options
@@ -47,7 +46,12 @@ class Owner:
     module: nn.Module
     found: list[Found] = field(default_factory=list)
     parts: list[list[int] | Owner] = field(default_factory=list)
-    ep: int = 1  # over how many ranks its experts are spread
+
+    @property
+    def homes(self) -> list[int]:
+        """By parameter: over how many ranks its experts are spread."""
+        linears = map(spread_linear, self.found)
+        return [1 if one is None else one.total_experts // one.num_experts for one in linears]
 
     def tree(self) -> Iterator[Owner]:
         yield self
@@ -77,13 +81,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
         for unit in units.values():
             unit.hide()  # the parameters at rest: names, shapes and dtypes as they were
         wrap = [module for module in model.modules() if id(module) in units and module is not model]
-    spread = [layer.experts for layer in mixtures_of(model) if layer.experts.ep > 1]
-    wrapped = {id(module) for module in ([*wrap_units(model), *spread] if wrap is None else wrap)}
-    if any(id(experts) not in wrapped for experts in spread):
-        raise ValueError(
-            "experts that are spread over ranks are cut over other ranks than what is around them: "
-            "put them (the experts of each MixtureOfExperts) into wrap, each a unit of its own"
-        )
+    wrapped = {id(module) for module in (wrap_units(model) if wrap is None else wrap)}
     strangers = wrapped - {id(module) for module in model.modules()}
     if strangers:
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
@@ -100,7 +98,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
         for one in parameters_and_units([owner.module], ignored, is_inner):
             if not isinstance(one, Found):
                 path, module = one
-                inner = Owner(f"{prefix}{path}"[:-1], module, ep=getattr(module, "ep", 1))
+                inner = Owner(f"{prefix}{path}"[:-1], module)
                 owner.parts.append(inner)
                 fill(inner, f"{prefix}{path}")
                 continue
@@ -134,26 +132,6 @@ def _replannable(units: Sequence[Unit]) -> bool:
     )
 
 
-def whole_model(model: nn.Module, ignored: set[nn.Parameter]) -> Owner:
-    """One owner of all parameters, for ``data_parallel``. Experts that are spread over ranks must
-    be found as units, and are then taken like the rest."""
-    spread = [layer.experts for layer in mixtures_of(model) if layer.experts.ep > 1]
-    apart = owners(model, spread, ignored)
-    root = Owner(apart.name, model, ep=max(owner.ep for owner in apart.tree()))
-
-    def take(owner: Owner, prefix: str) -> None:
-        for part in owner.parts:
-            if isinstance(part, Owner):
-                take(part, f"{part.name}.")
-            else:
-                found = [owner.found[position] for position in part]
-                root.found += [replace(one, name=prefix + one.name) for one in found]
-
-    take(apart, "")
-    root.parts = [list(range(len(root.found)))]
-    return root
-
-
 def planned_buffers(
     root: Owner, options: Options, grain: GrainChoice | None, routes: Sequence[Routed]
 ) -> dict[Owner, tuple[PlannedBuffer, ...]]:
@@ -161,14 +139,12 @@ def planned_buffers(
     The home of a buffer is over how many ranks its experts are spread."""
     chosen = {id(one.parameter): one.route for one in routes}
     precision, main = options.precision, options.placements.main
-    spread = {1, *(owner.ep for owner in root.tree())}
-    shards = {ep: options.mesh.without(ep).num_shards(main) for ep in spread}
+    shards = {ep: options.mesh.without(ep).num_shards(main) for ep in (1, options.ep)}
     if options.bucket_mb is not None:  # one unit; its buckets as backward fills them
-        homes = [1 if spread_linear(one) is None else root.ep for one in root.found]
         formats = [stored_as(one, precision).format for one in root.found]
         size, measured = options.bucket_mb, options.measured
         buckets = planned_buckets(
-            root.found, chosen, homes, formats, shards, MuonSettings(), size, measured, grain
+            root.found, chosen, root.homes, formats, shards, MuonSettings(), size, measured, grain
         )
         return {root: tuple(buckets)}
     known: dict[Any, tuple[PlannedBuffer, ...]] = {}
@@ -186,9 +162,8 @@ def planned_buffers(
             )
             for one in owner.found
         )
-        key = owner.ep, facts
+        key = tuple(homes := owner.homes), facts
         if key not in known:
-            groups = planned_groups(owner.found, shards[owner.ep], grain, precision, owner.ep)
-            known[key] = tuple(groups)
+            known[key] = tuple(planned_groups(owner.found, shards, grain, precision, homes))
         found[owner] = known[key]
     return found

@@ -7,6 +7,7 @@ here, and the two public functions check and wrap here.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -125,6 +126,29 @@ class Wrapping:
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 
+    def spread(self, meshes: Any) -> list[str]:
+        """Give some parameters a mesh of their own, by patterns of names. Returns the problems."""
+        patterns = meshes if isinstance(meshes, Mapping) else {}
+        problems = [] if meshes in (None, patterns) else [
+            f"meshes={meshes!r}: a mapping from name patterns to meshes"
+        ]  # fmt: skip
+        for pattern, home in patterns.items():
+            here = [number for number, f in enumerate(self.found) if _matches(f.name, pattern)]
+            for name in [self.found[number].name for number in here]:
+                if not isinstance(home, DeviceMesh):
+                    problems.append(f"meshes gives '{name}' {home!r}, which is no DeviceMesh")
+                elif home.get_coordinate() is None:
+                    problems.append(f"this rank is not part of the mesh {home} of '{name}'")
+            if not here:
+                problems.append(f"meshes: {pattern!r} matches no parameter")
+            for number in here if not problems else ():
+                if self.homes[number] not in (self.mesh, home):
+                    name = self.found[number].name
+                    problems.append(f"'{name}' matches two patterns of meshes; narrow one")
+                self.homes[number] = home
+            self.buffers = [one for one in self.buffers if not _matches(one[0], pattern)]
+        return problems
+
     @cached_property
     def ranks(self) -> dict[DeviceMesh, Ranks]:
         """By home; the axis of experts that are spread is known with it."""
@@ -178,3 +202,9 @@ class Wrapping:
         )
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A pattern for names of parameters or of modules above them, or a part of such a name."""
+    below = fnmatch.fnmatchcase(name, f"{pattern}.*") or f".{pattern}." in f".{name}"
+    return below or fnmatch.fnmatchcase(name, pattern)

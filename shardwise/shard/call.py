@@ -118,6 +118,7 @@ class Call:
         # Autograd runs what came last first: all that this forward has recorded comes after the
         # hook, also what leads to tensors that it left elsewhere (losses in a list).
         tensor.grad_fn._set_sequence_nr(_sequence_nr())  # type: ignore[union-attr,attr-defined]
+        sentinel.view_as(sentinel)  # takes this number: the gate of the next unit goes first
         # Whoever writes to a view (x = linear(x); x += y) takes its node, and the hook, away. What
         # the forward was given, and returns, has a base from before the gate's node.
         base: Any = tensor._base

@@ -260,8 +260,8 @@ def expert_problems(
         elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
             mixed.append(
                 f"'{f.name}' holds {share_of(f)}, and this mesh of ranks {ranks} has ranks with "
-                f"other experts. Wrap experts by themselves, first: fully_shard(layer.experts, "
-                f"mesh=grid['dp']), or data_parallel(..., meshes={{'*.experts': grid['dp']}})"
+                f"other experts. Wrap their block with meshes={{'*.experts': grid['dp']}}, or them "
+                f"by themselves, first: fully_shard(layer.experts, mesh=grid['dp'])"
             )
     axes = {(mesh, one.axis.peers) for f, mesh in found
             if (one := spread_linear(f)) is not None and one.axis is not None}  # fmt: skip

@@ -14,7 +14,6 @@ the owner off the same layout, and finds every matrix whole there.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -107,9 +106,7 @@ def data_parallel(
     job = Wrapping(_VERB, [model], mesh, placements, precision, ignored_params)
     found, stored = job.found, job.stored
     routes = {id(one.parameter): one.route for one in routes_of(model)}
-    job.homes, problems = _homes(found, meshes, mesh)
-    for pattern in meshes if isinstance(meshes, Mapping) else ():  # ranks have other experts
-        job.buffers = [(name, one) for name, one in job.buffers if not _matches(name, pattern)]
+    problems = job.spread(meshes)
     problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
     problems += precision.unmatched([f.name for f in found])
@@ -219,44 +216,7 @@ def matrix_cost(
     return sum(one(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
 
 
-# ------------------------------------------------------------------------------ meshes, problems
-
-
-def _homes(
-    found: Sequence[Found], meshes: Any, mesh: DeviceMesh
-) -> tuple[list[DeviceMesh], list[str]]:
-    """The mesh of every parameter, and what is wrong with the choice."""
-    problems: list[str] = []
-    homes: list[DeviceMesh] = []
-    used: set[str] = set()
-    patterns = meshes if isinstance(meshes, Mapping) else {}
-    if meshes is not None and not isinstance(meshes, Mapping):
-        problems.append(f"meshes={meshes!r}: a mapping from name patterns to meshes")
-    for f in found:
-        wanted: Any = None
-        for pattern, other in patterns.items():
-            if _matches(f.name, pattern):
-                used.add(pattern)
-                if wanted is not None and wanted != other:
-                    problems.append(f"'{f.name}' matches two patterns of meshes; narrow one")
-                wanted = other
-        if wanted is not None and not isinstance(wanted, DeviceMesh):
-            problems.append(f"meshes gives '{f.name}' {wanted!r}, which is no DeviceMesh")
-            wanted = None
-        elif wanted is not None and wanted.get_coordinate() is None:
-            problems.append(f"this rank is not part of the mesh {wanted} of '{f.name}'")
-            wanted = None
-        homes.append(wanted if wanted is not None else mesh)
-    problems += [
-        f"meshes: {pattern!r} matches no parameter" for pattern in patterns if pattern not in used
-    ]
-    return homes, problems
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """A pattern for names of parameters or of modules above them, or a part of such a name."""
-    below = fnmatch.fnmatchcase(name, f"{pattern}.*") or f".{pattern}." in f".{name}"
-    return below or fnmatch.fnmatchcase(name, pattern)
+# ------------------------------------------------------------------------------ problems
 
 
 def _own_problems(

@@ -7,7 +7,7 @@ module tree --> parameters that no inner unit owns --> groups alike in dtype, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,7 @@ def fully_shard(
     unused_parameters: str = "none",
     memory: str = "caching",
     unify_streams: bool = False,
+    meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> M:
     """Spread a module's parameters, gradients and optimizer state over a mesh, in place.
 
@@ -101,6 +102,7 @@ def fully_shard(
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
             holds.
+        meshes: other meshes for some parameters, as for ``data_parallel``.
     """
     modules = list(module) if isinstance(module, list) else [module]
     check_types(modules, mesh, placements, precision, mp_policy)
@@ -108,11 +110,14 @@ def fully_shard(
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     job = Wrapping("fully_shard", modules, mesh, placements, precision, ignored_params)
+    problems = job.spread(meshes)
     found, ranks = job.found, job.ranks[mesh]
     inner, wrong_grain = ranks.axes[-1], grain_problems(grain)
-    problems = option_problems(unused_parameters, memory, offload_policy)
+    problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
     problems += placement_problems(shard_placement_fn, found)
+    if meshes and type(reshard_after_forward) is int:
+        problems.append("reshard_after_forward with meshes: True or False; neighbours differ")
     job.refuse(
         problems + wrong_grain + step_problems(gather_in_step, placements),
         f"unused={unused_parameters} memory={memory} offload={offload_policy} "
@@ -123,9 +128,19 @@ def fully_shard(
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     job.install(
         Unit,
-        planned_groups(found, ranks.num_shards(placements.main), grain, precision, mesh),
+        planned_groups(
+            found,
+            {home: over.num_shards(placements.main) for home, over in job.ranks.items()},
+            grain,
+            precision,
+            job.homes,
+        ),
         # Gradients of experts are sums over the tokens of all ranks.
-        divisors={mesh: float(mesh.size() * ranks.others.size)} if ranks.others else {},
+        divisors={
+            home: float(home.size() * over.others.size)
+            for home, over in job.ranks.items()
+            if over.others
+        },
         offload=offload,
         pin=offload and offload_policy.pin_memory and job.device.type == "cuda",  # type: ignore[union-attr]
         release_after_forward=release,
@@ -146,26 +161,26 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 def planned_groups(
     found: Sequence[Found],
-    num_shards: int,
+    num_shards: Mapping[Any, int],
     grain: GrainChoice | None,
     precision: Precision,
-    home: Any,
+    homes: Sequence[Any],
 ) -> list[PlannedBuffer]:
-    """The buffers of a unit. Parameters share one that are alike in dtype, format, trainability and
-    in whether tensor parallelism cut them unevenly; parameters whose rows fit badly together get
-    several. ``home``: the mesh of all of them."""
-    alike: dict[tuple[torch.dtype, bool, Format | None, bool], list[int]] = {}
+    """The buffers of a unit. Parameters share one that are alike in mesh (``homes``), dtype,
+    format, trainability and in whether tensor parallelism cut them unevenly; parameters whose rows
+    fit badly together get several."""
+    alike: dict[tuple[Any, torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, f in enumerate(found):
         format = stored_as(f, precision).format
-        key = (f.parameter.dtype, f.parameter.requires_grad, format, f.uneven)
+        key = (homes[position], f.parameter.dtype, f.parameter.requires_grad, format, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
-    for (_, _, format, _), positions in alike.items():
+    for (home, _, _, format, _), positions in alike.items():
         items = [item_of(found[position], grain, format) for position in positions]
         if grain is None and format is None:
-            items = cut_finer(items, num_shards)
-        for members in plan_groups(items, num_shards):
-            layout = lay_out([items[member] for member in members], num_shards, format)
+            items = cut_finer(items, num_shards[home])
+        for members in plan_groups(items, num_shards[home]):
+            layout = lay_out([items[member] for member in members], num_shards[home], format)
             chosen = tuple(positions[member] for member in members)
             groups.append(PlannedBuffer(chosen, layout, format, home))
     padding = sum(group.layout.padding for group in groups)
@@ -173,9 +188,9 @@ def planned_groups(
     if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
         raise ValueError(
             f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
-            f"unit, whole on {num_shards} ranks, would pad it by {100 * padding / payload:.0f} %, "
-            f"over {100 // PROMISED_PADDING} %: wrap larger units, use sw.data_parallel or fewer "
-            f"ranks, or leave grain out"
+            f"unit, whole on {num_shards[homes[0]]} ranks, would pad it by "
+            f"{100 * padding / payload:.0f} %, over {100 // PROMISED_PADDING} %: wrap larger "
+            f"units, use sw.data_parallel or fewer ranks, or leave grain out"
         )
     return groups
 

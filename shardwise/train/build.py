@@ -164,11 +164,12 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     if config.tp > 1:
         assert isinstance(model, GPT)
         cut_over(model, mesh["tp"])
-    spread_experts(model, config, world, options)
+    meshes = spread_experts(model, config, world)
     if config.compiles(world.device.type):
         model.compile()
     for unit in wrap_units(model):
-        fully_shard(unit, mesh=mesh, **options)
+        inside = meshes if unit is not model and mixtures_of(unit) else None
+        fully_shard(unit, mesh=mesh, meshes=inside, **options)
     stored = precision_report(model)
     if precision.format and not stored.stored:
         reasons = dict.fromkeys(stored.kept.values())
@@ -185,25 +186,23 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     return model
 
 
-def spread_experts(
-    model: nn.Module, config: TrainConfig, world: World, options: dict[str, Any]
-) -> None:
-    """Spread experts over ``ep``; each is sharded and reduced over the ranks that hold it."""
-    axis = None
+def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> dict[str, Any] | None:
+    """Spread experts over ``ep``. Returns the mesh of the ranks that hold the same experts, which
+    shard and reduce them, for ``fully_shard``."""
+    axis = meshes = None
     if config.ep > 1:
         shape = config.expert_mesh_shape(world.size, world.num_nodes)
         names = tuple(shape)
         whole = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=names)
         axis = comm.as_axis(whole.get_group("ep"), "ep")
-        mesh = whole[names[0] if len(names) == 2 else names[:-1]]
+        meshes = {"*.experts": whole[names[0] if len(names) == 2 else names[:-1]]}
     for layer in mixtures_of(model):
         layer.spread(axis, world.axis)
         # Without rows to send there is nothing to do meanwhile.
         layer.experts.delay_weight_gradient = axis is not None and (
             config.model.delay_expert_gradients
         )
-        if axis is not None:
-            fully_shard(layer.experts, mesh=mesh, **options)
+    return meshes
 
 
 def check_compiler(config: TrainConfig, world: World) -> None:

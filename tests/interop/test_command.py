@@ -203,8 +203,8 @@ def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     for words in (
         "zero3 over dp=4 (4 ranks), experts over ep=2, muon",
         "all_to_all over ep (2 ranks), if routed evenly",
-        "feed_forward.experts and 2 alike (one of 2 shares)",
-        "ranks 2, 3 | fc1.weight",
+        "blocks.1 and 2 alike (one of 2 shares)",
+        "ranks 2, 3 | feed_forward.experts.f",
     ):
         assert words in spread.stdout, words
     buckets = inside("plan", "gpt_124m", "--strategy", "zero1", "--bucket-mb", "64", cwd=tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, GPTConfig
@@ -144,6 +145,8 @@ EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "fp8": (sw.Precision(weights="fp8_block", reduce="fp32"), {"recompute": "block"}),
+    "spread": (sw.Precision(reduce="fp32"), {"recompute": "block"}),
+    "spread, capacity, delayed": (sw.Precision(weights="bf16"), {"capacity_factor": 1.5}),
 }
 
 
@@ -163,15 +166,21 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same_bits(
         balance_coefficient=0.01, z_coefficient=0.001, bias_rate=0.001, **changes,
     )  # fmt: skip
     mesh, runs, count = mesh_of(world_size), [], CompileCounterWithBackend("aot_eager")
+    grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "ep"))
     for compiled in (False, True):
         torch.manual_seed(0)
         model = GPT(config)
+        axis = sw.comm.as_axis(mesh.get_group(), "ep")
+        spread = axis if "spread" in kind else None
         for block in model.blocks:
-            block.feed_forward.spread(None, sw.comm.as_axis(mesh.get_group()))  # type: ignore[operator, union-attr]
+            block.feed_forward.spread(spread, axis)  # type: ignore[operator, union-attr]
+            block.feed_forward.experts.delay_weight_gradient = "delayed" in kind  # type: ignore[union-attr]
             if compiled:
                 block.compile_forward(backend=count, fullgraph=True, dynamic=False)  # type: ignore[operator]
-        for unit in (*model.blocks, model):
-            sw.fully_shard(unit, mesh=mesh, placements=sw.zero(3), precision=precision)
+        meshes = {"*.experts": grid["dp"]} if spread else None
+        for unit in model.blocks:
+            sw.fully_shard(unit, mesh=mesh, meshes=meshes, precision=precision)
+        sw.fully_shard(model, mesh=mesh, precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
         for step in range(4):

@@ -64,7 +64,7 @@ def test_spread_experts_train_as_if_they_were_not(
             meshes = {"*.experts": names["grid"]["dp"]} if spread else None
             sw.data_parallel(model, mesh=names["mesh"], meshes=meshes)
         else:
-            for module in wrap_units(model):
+            for module in [model] if spread else wrap_units(model):  # the snippet wraps blocks
                 sw.fully_shard(module, mesh=names["mesh"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # knows a gradient's size
         found.append(train(model, optimizer, rank))

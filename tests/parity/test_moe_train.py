@@ -73,7 +73,7 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
     for words in (
         "hsdp over dp_outer=2 x dp=2 (4 ranks), experts over ep=2, muon",
         "all_to_all over ep (2 ranks), if routed evenly",
-        "feed_forward.experts and 1 alike (one of 2 shares)",
+        " and 1 alike (one of 2 shares)",
     ):
         assert words in page, words
 
