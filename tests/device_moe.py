@@ -3,7 +3,7 @@
 
 CI has none, so pytest does not collect this. bf16 against float64, with the one rounding that the
 contract fixes (z); every shipped kernel configuration; outputs that start as NaN; the host never
-waits.
+waits. Experts that are spread over ranks, two processes on one card, inside compiled graphs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.kernels.grouped import FC1_TILE
@@ -29,9 +31,10 @@ from shardwise.moe.activation import (
     swiglu,
 )
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.layer import MixtureOfExperts
+from shardwise.moe.layer import MixtureOfExperts, mixtures_of
 from shardwise.moe.products import FusedProducts
 from shardwise.moe.router import Routing, logits_of
+from tests.ranks import run_ranks
 
 log = logging.getLogger(__name__)
 HIDDEN, WIDTH = 256, 384
@@ -247,6 +250,62 @@ def check_model(weights: str) -> None:
     assert fused[-1] < 0.8 * fused[0] and abs(fused[-1] - products[-1]) < 0.05 * products[0], losses
 
 
+def _on_two(changes: dict[str, Any], weights: str) -> None:
+    run_ranks(check_spread, 2, changes, weights, backend="cpu:gloo,cuda:gloo", timeout=150)
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "exact sizes": {},
+    "exact sizes, recomputed, delayed": {"recompute": "block", "delay_expert_gradients": True},
+    "capacity": {"capacity_factor": 1.5},
+    "capacity, delayed": {"capacity_factor": 1.5, "delay_expert_gradients": True},
+}
+
+
+def check_spread(rank: int, world_size: int, changes: dict[str, Any], weights: str) -> None:
+    """Spread experts in a graph against the same layers without one: bit for bit where the graph
+    runs torch's own kernels, to rounding where Inductor writes them."""
+    config = GPTConfig(dim=256, num_layers=3, num_heads=4, context=128, num_experts=8,
+                       expert_hidden_dim=384, shared_hidden_dim=128, num_dense_layers=1,
+                       balance_coefficient=0.01, bias_rate=0.01, **changes)  # fmt: skip
+    mesh = sw.init_mesh(device_type="cuda")
+    grid = init_device_mesh("cuda", (1, world_size), mesh_dim_names=("dp", "ep"))
+    axis = sw.comm.as_axis(grid.get_group("ep"), "ep")
+    runs = []
+    for backend in (None, "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT(config).cuda()
+        model.init_weights(0)
+        for layer in mixtures_of(model):
+            layer.spread(axis, sw.comm.as_axis(mesh.get_group(), "dp"))
+            layer.experts.delay_weight_gradient = config.delay_expert_gradients
+        for block in model.blocks if backend is not None else ():
+            block.compile_forward(backend=backend, dynamic=False)  # type: ignore[operator]
+        precision = sw.Precision(weights=weights, reduce="fp32")  # type: ignore[arg-type]
+        for block in model.blocks:
+            inside = {"*.experts": grid["dp"]} if mixtures_of(block) else None
+            sw.fully_shard(block, mesh=mesh, meshes=inside, precision=precision)
+        sw.fully_shard(model, mesh=mesh, precision=precision)
+        optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-3))
+        found = []
+        for step in range(6):
+            made = torch.Generator().manual_seed(10 * step + rank)
+            words = torch.randint(0, 257, (4, 129), generator=made).cuda()
+            loss = model(words[:, :-1], words[:, 1:])
+            loss.backward()
+            found += [loss.detach().clone(), optimizer.clip_grad_norm(1.0).clone()]
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in mixtures_of(model):
+                layer.router.update_bias()
+        runs.append(found + [one.to_local().clone() for one in model.parameters()])  # type: ignore[attr-defined]
+    eager, graphs, inductor = runs
+    assert all(map(torch.equal, eager, graphs)), list(map(relative, graphs[:12], eager[:12]))
+    apart = list(map(relative, inductor[:12], eager[:12]))
+    assert max(apart) < 2e-2, apart
+
+
 def main() -> int:
     failures = 0
     number = 0
@@ -265,6 +324,11 @@ def main() -> int:
         ("no waiting", check_layer_never_waits),
         ("model in bf16", lambda: check_model("bf16")),
         ("model in mxfp8", lambda: check_model("mxfp8")),
+        *(
+            (f"spread, {kind}", partial(_on_two, changes, "bf16"))
+            for kind, changes in SPREAD.items()
+        ),
+        ("spread, in fp8", partial(_on_two, {"capacity_factor": 1.5}, "fp8_block")),
     ):
         number += 1
         try:

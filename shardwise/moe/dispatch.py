@@ -210,10 +210,11 @@ class Dispatcher:
 
     @staticmethod
     def over(axis: comm.Axis | None) -> Dispatcher:
-        """The dispatcher of an axis, one for all layers."""
-        name = "" if axis is None else f"{axis.name} {id(axis)}"
+        """The dispatcher of an axis, one for all layers. Its name is the same in every run, so
+        that graphs on disk are found again."""
+        name = "" if axis is None else f"{axis.name} {getattr(axis.group, 'group_name', '')}"
         found = dispatchers.get(name)
-        if found is None:
+        if found is None or found.axis is not axis:  # a group of this name may be gone
             found = dispatchers[name] = Dispatcher(axis, name)
         return found
 
