@@ -61,16 +61,20 @@ def spread_experts(
     chosen, counts = routes.experts, routes.counts
     # After the collective of the router's loss, on every rank. The second: as in ``graph_mlp``.
     after = [routes.loss.detach(), torch.empty(0, device=tokens.device)]
-    received, numbers = _ops.expert_sizes(chosen, counts, after, routes.capacity, dispatcher)
+    received, numbers = _ops.expert_sizes.default(
+        chosen, counts, after, routes.capacity, dispatcher
+    )
     sent, arriving = numbers[:2].tolist()
-    exchange, order, places, by_expert, ends = _ops.expert_send(
+    exchange, order, places, by_expert, ends = _ops.expert_send.default(
         tokens, routes.weights, chosen, routes.kept, counts, received, numbers, sent, arriving,
         dispatcher,
     )  # fmt: skip
     other = None if beside is None else beside(tokens)
-    y, *_ = _ops.expert_rows(exchange, ends, by_expert, numbers, *experts, delay, dispatcher)
+    y, *_ = _ops.expert_rows.default(
+        exchange, ends, by_expert, numbers, *experts, delay, dispatcher
+    )
     how = order, places, by_expert, numbers, dispatcher
-    return _ops.expert_collect(y, *how, len(tokens)), other
+    return _ops.expert_collect.default(y, *how, len(tokens)), other
 
 
 # ------------------------------------------------------------------------------ under way
@@ -186,7 +190,7 @@ def _return(exchange, order, places, numbers, tokens, hidden, dtype) -> tuple[Te
 
 
 def _bring_tokens(ctx: Any, exchange: Tensor, *_: Any) -> tuple[Any, ...]:
-    tokens, weights = _ops.expert_send_backward(exchange, *ctx.saved_tensors, *ctx.tokens)
+    tokens, weights = _ops.expert_send_backward.default(exchange, *ctx.saved_tensors, *ctx.tokens)
     return tokens, weights, *[None] * 8
 
 
@@ -284,7 +288,7 @@ def _begin_return(
 def _bring_rows(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     wants, _, _, _, trained, *_ = ctx.needs_input_grad
-    exchange, *gradients = _ops.expert_rows_backward(
+    exchange, *gradients = _ops.expert_rows_backward.default(
         dy, saved[:5], saved[5], saved[6], saved[7:], ctx.text, trained, wants, ctx.delay, ctx.name
     )
     found = by_parameter(gradients, trained)
@@ -330,7 +334,7 @@ def _collect_backward(grad, order, places, by_expert, numbers, name) -> Tensor:
 
 
 def _bring_sums(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows = _ops.expert_collect_backward(grad, *ctx.saved_tensors, ctx.name)
+    rows = _ops.expert_collect_backward.default(grad, *ctx.saved_tensors, ctx.name)
     return rows, *[None] * 6
 
 

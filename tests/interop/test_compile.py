@@ -145,7 +145,7 @@ EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "fp8": (sw.Precision(weights="fp8_block", reduce="fp32"), {"recompute": "block"}),
-    "spread": (sw.Precision(reduce="fp32"), {"recompute": "block"}),
+    "spread, fp8": (sw.Precision(weights="fp8_block", reduce="fp32"), {"recompute": "block"}),
     "spread, capacity, delayed": (sw.Precision(weights="bf16"), {"capacity_factor": 1.5}),
 }
 
@@ -159,7 +159,7 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same_bits(
     choices counted once where blocks are computed again."""
     torch._dynamo.reset()
     precision, changes = EXPERTS[kind]
-    width = 128 if kind == "fp8" else 32
+    width = 128 if "fp8" in kind else 32
     config = GPTConfig(
         dim=width, num_layers=2, num_heads=2, context=16, vocab_size=64, num_experts=4,
         experts_per_token=2, expert_hidden_dim=width, shared_hidden_dim=16, hidden_dim=64,
