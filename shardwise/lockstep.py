@@ -407,6 +407,10 @@ class Axis:
         """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
         return "meta" in self.backends or "fake" in self.backends.values()
 
+    def __deepcopy__(self, memo: Any) -> Axis:
+        """The same: a copy of a model whose experts are spread stands where the model does."""
+        return self
+
     def backend_for(self, tensor: Tensor) -> str | None:
         return self.backends.get(tensor.device.type)
 

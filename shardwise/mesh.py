@@ -62,14 +62,20 @@ def init_mesh(
     return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
-class PretendedMesh:
+class PretendedMesh(DeviceMesh):
     """A DeviceMesh as one of its ranks sees it, with no process group and nobody behind it: the
-    mesh of a plan. It has as much of a DeviceMesh as parameters and their buffers ask for.
+    mesh of a plan. It has as much of a DeviceMesh as wrapping, parameters and their buffers ask
+    for.
 
     ``backend``: "nccl" or "gloo", as which its axes count what they send.
     """
 
-    device_type = "meta"
+    device_type: Any = "meta"
+    mesh: Any = None  # the numbers of its ranks
+    mesh_dim_names: Any = ()
+    shape: Any = ()
+    ndim: Any = 0
+    __hash__ = object.__hash__
 
     def __init__(
         self, names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int], backend: str
@@ -83,7 +89,7 @@ class PretendedMesh:
         self._parts: dict[tuple[str, ...], PretendedMesh] = {}
 
     @staticmethod
-    def joining(meshes: Sequence[PretendedMesh]) -> PretendedMesh:
+    def _concatenate(meshes: Sequence[Any]) -> PretendedMesh:
         """The axes of both, those of the second inside."""
         first, second = meshes
         return PretendedMesh(
@@ -93,24 +99,30 @@ class PretendedMesh:
             first._backend,
         )
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _get_root_mesh(self) -> PretendedMesh:
+        return self
+
     def size(self, axis: int | None = None) -> int:
         return math.prod(self.shape) if axis is None else self.shape[axis]
 
-    def get_coordinate(self) -> list[int]:
+    def get_coordinate(self) -> Any:
         return list(self._coordinate)
 
-    def get_group(self, axis: int = 0) -> comm.Axis:
+    def get_group(self, axis: Any = 0) -> Any:
         """In the place of a process group: ``comm`` takes either."""
         return self._axes[axis]
 
-    def __getitem__(self, names: tuple[str, ...]) -> PretendedMesh:
+    def __getitem__(self, names: Any) -> PretendedMesh:
         if names not in self._parts:
             chosen = [self.mesh_dim_names.index(name) for name in names]
             sizes, places = ([x[i] for i in chosen] for x in (self.shape, self._coordinate))
             self._parts[names] = PretendedMesh(names, sizes, places, self._backend)
         return self._parts[names]
 
-    def _flatten(self) -> PretendedMesh:
+    def _flatten(self, *_: Any) -> PretendedMesh:
         """All axes as one; the inner ones count fastest."""
         name = "+".join(self.mesh_dim_names)
         if (name,) not in self._parts:
@@ -221,8 +233,7 @@ def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> Devic
     rest = other if other.mesh_dim_names == names else other[names]
     _, kept = _kept_on_root(data)
     if (data, rest) not in kept:
-        join = PretendedMesh.joining if isinstance(data, PretendedMesh) else DeviceMesh._concatenate
-        kept[data, rest] = join([data, rest])
+        kept[data, rest] = type(data)._concatenate([data, rest])
     return kept[data, rest]
 
 

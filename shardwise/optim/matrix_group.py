@@ -13,7 +13,7 @@ computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -52,17 +52,19 @@ _ALIKE = (
 )  # settings of parameters that one exchange works on
 
 
-def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -> bool:
+def kernels_everywhere(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
     """Whether every rank of the axes has kernels, so that all price matrices as measured.
 
-    Collective on GPUs, of which a cluster may have several kinds.
+    Collective on GPUs, of which a cluster may have several kinds. A plan's ranks have what their
+    backend stands for.
     """
+    if device.type == "meta":
+        return any(axis.backends.get("meta") == "nccl" for axis in axes)
     if device.type != "cuda":
         return False
     found = uses_kernels(device)
     for axis in axes:
-        if axis is not None:
-            found = all(comm.agree(found, axis))
+        found = all(comm.agree(found, axis))
     return found
 
 
@@ -144,7 +146,6 @@ class MatrixGroup:
         self,
         sharding: Sharding,
         members: Sequence[MatrixParameter],
-        measured: bool | None = None,
     ) -> None:
         """Collective where the parameters are sharded."""
         self.sharding, self.members = sharding, list(members)
@@ -155,8 +156,8 @@ class MatrixGroup:
         shards = sharding.axis(sharding.sharded)
         spreads = first.get("replicas", "spread") == "spread"
         replicas = sharding.axis(sharding.replicated) if spreads else None
-        if measured is None:
-            measured = kernels_everywhere(device, (shards, sharding.axis(sharding.replicated)))
+        ranks = sharding.ranks.axes if sharding.mesh is not None else ()
+        measured = kernels_everywhere(device, ranks)
         known: Known = {}
         orders = self._orders()
         # Positions of members, by part of the step: what is updated, and can be gathered, together.
@@ -373,10 +374,8 @@ class MatrixGroup:
 def matrix_groups(
     members: Sequence[MatrixParameter],
     class_of: Callable[[str], Callable[..., MatrixGroup]],
-    measured: bool | None = None,
 ) -> list[MatrixGroup]:
     """One group per Sharding and settings, in order of first appearance: alike on every rank.
-    ``measured``: whether matrices are priced as measured on GPUs; None: if the ranks have kernels.
     ``class_of``: the class of a group, by kind of its parameter groups.
 
     Collective where parameters are sharded.
@@ -388,6 +387,6 @@ def matrix_groups(
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
     return [
-        class_of(members[0].group["kind"])(sharding, members, measured)
+        class_of(members[0].group["kind"])(sharding, members)
         for sharding, members in found.values()
     ]

@@ -70,13 +70,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         names: dict[int, str],
         defaults: dict[str, Any] | None = None,
-        *,
-        measured: bool | None = None,
     ) -> None:
-        """``names`` are by id of the parameter; ``measured``: whether matrices are priced as
-        measured on GPUs, None: if the ranks have kernels. Collective where parameters are
-        sharded."""
-        self._names, self._measured = names, measured
+        """``names`` are by id of the parameter. Collective where parameters are sharded."""
+        self._names = names
         self.half_step: str | None = None  # the problem, once a step has raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # of the next step
@@ -140,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if group["kind"] != "elementwise"
             for parameter in group["params"]
         ]
-        self._matrix_groups = matrix_groups(members, group_class, self._measured)
+        self._matrix_groups = matrix_groups(members, group_class)
         for matrices in self._matrix_groups:
             for one in matrices.members:
                 before = self.state.get(one.parameter, {})

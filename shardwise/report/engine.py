@@ -17,49 +17,27 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.memory import Ledger
-from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
-from shardwise.optim.routing import Routed
+from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Moment, Options
-from shardwise.report.units import Owner
-from shardwise.shard.building import PlannedBuffer, build_unit
-from shardwise.shard.data_parallel import BucketedUnit
-from shardwise.shard.fully_shard import after_forward
+from shardwise.report.units import META
 from shardwise.shard.group import Group
+from shardwise.shard.module import units_of
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
-from shardwise.shard.whole_parameter import carry_attributes
-from shardwise.shard.wrapping import Found
 from shardwise.streams import Lanes
-
-META = torch.device("meta")
-
-
-@dataclass(eq=False)
-class BuiltUnit:
-    """A unit, and the (group, index) of every parameter that its owner found."""
-
-    owner: Owner
-    unit: Unit
-    where: dict[int, tuple[int, int]]
-
-    def leaf(self, position: int) -> Any:
-        """The parameter as forward sees it."""
-        number, index = self.where[position]
-        return self.unit.groups[number].unsharded[index]
 
 
 @dataclass(eq=False)
@@ -68,40 +46,54 @@ class Engine:
 
     options: Options
     ledger: Ledger
-    units: list[BuiltUnit]
-    sharded: dict[int, nn.Parameter]  # by id of the model's parameter: the one at rest
+    model: nn.Module  # wrapped
     walked: bool = False  # whether a step has been
     optimizer: ShardedOptimizer | None = None
     follower: Follower | None = None
 
-    @property
-    def root(self) -> BuiltUnit:
-        return self.units[0]
+    def __post_init__(self) -> None:
+        root = self.units[0]
+        lanes = root._comm_ctx.lanes = Lanes(META)
+        lanes.asynchronous = self.options.device != "cpu"
+        Runtime.start(root, self.model)
+        for group in self.groups:
+            group.show_whole()
+        self._add_optimizer()
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Outer before inner."""
+        return list(units_of(self.model))
 
     @cached_property
     def groups(self) -> list[Group]:
-        return [group for built in self.units for group in built.unit.groups]
+        return [group for unit in self.units for group in unit.groups]
+
+    @cached_property
+    def routes(self) -> list[Routed]:
+        """Those of the parameters that are wrapped."""
+        sharded = {id(parameter) for group in self.groups for parameter in group.sharded}
+        return [one for one in routes_of(self.model) if id(one.parameter) in sharded]
 
     @property
     def matrix_groups(self) -> list[MatrixGroup]:
         return [] if self.optimizer is None else list(self.optimizer._matrix_groups or ())
 
-    def add_optimizer(self, routes: Sequence[Routed]) -> None:
+    def _add_optimizer(self) -> None:
         """The optimizer, as far as it sends anything or is waited for."""
-        options, sharded = self.options, self.sharded
-        trained = [r for r in routes if r.parameter.requires_grad and id(r.parameter) in sharded]
+        chosen = self.options.optimizer
+        trained = [one for one in self.routes if one.parameter.requires_grad]
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # by whether it is a matrix
         for one in trained:
-            matrix = options.optimizer not in ("adamw", "none") and one.route.kind == "matrix"
-            kinds[matrix].append(sharded[id(one.parameter)])
-        muon = options.optimizer in ("muon", "adamw", "none")
-        settings = MuonSettings() if muon else ANY[options.optimizer](lr=0.0)
+            matrix = chosen not in ("adamw", "none") and one.route.kind == "matrix"
+            kinds[matrix].append(one.parameter)
+        muon = chosen in ("muon", "adamw", "none")
+        settings = MuonSettings() if muon else ANY[chosen](lr=0.0)
         groups = [group_of(settings, kinds[True])] if kinds[True] else []
-        if options.gather_in_step and kinds[False]:
+        if self.options.gather_in_step and kinds[False]:
             groups.append(group_of(AdamWSettings(), kinds[False]))
         if groups:
-            names = {id(sharded[id(one.parameter)]): one.name for one in trained}
-            self.optimizer = ShardedOptimizer(groups, names, measured=options.measured)
+            self.optimizer = ShardedOptimizer(groups, {id(r.parameter): r.name for r in trained})
 
     # ------------------------------------------------------------------ a step
 
@@ -150,8 +142,8 @@ class Engine:
         as often as it comes."""
         phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
-            for built in self.units:
-                built.unit.last = number == count - 1
+            for unit in self.units:
+                unit.last = number == count - 1
             times = self.options.microbatches - 2 if 0 < number < count - 1 else 1
             with self._followed():
                 with comm.record() as calls:
@@ -180,7 +172,7 @@ class Engine:
     def _followed(self) -> AbstractContextManager[None]:
         if self.follower is None:
             return nullcontext()
-        return following(self.root.owner.module, self.follower, self.ledger)
+        return following(self.model, self.follower, self.ledger)
 
     def _update(self) -> None:
         """Step like an optimizer, as far as buffers and ranks can tell: write the weights that have
@@ -192,13 +184,6 @@ class Engine:
                 group.main.version.write()
             for parameter in group.sharded:
                 parameter.grad = None
-
-    def close(self) -> None:
-        """Take the units apart: nothing of them outlives a plan."""
-        for built in self.units:
-            built.unit.groups.clear()
-            built.unit.places.clear()
-            built.unit.members = None
 
 
 def _backward(loss: Tensor) -> None:
@@ -214,88 +199,3 @@ def _backward(loss: Tensor) -> None:
 def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> None:
     for call, count in Counter(calls).items():
         total[call] += times * count
-
-
-# ------------------------------------------------------------------------------ building
-
-
-def build(
-    root: Owner,
-    buffers: dict[Owner, tuple[PlannedBuffer, ...]],
-    options: Options,
-    rank: int,
-    ledger: Ledger,
-    in_model: bool,
-) -> Engine:
-    """The units of ``rank`` at rest, outer before inner, with their runtime. ``in_model``: whether
-    they put their parameters into the modules."""
-    over = {ep: _ranks(options, rank, ep) for ep in {1, options.ep}}
-    with META:
-        units = [
-            _build_unit(owner, buffers[owner], options, over, in_model) for owner in root.tree()
-        ]
-    lanes = Lanes(META)
-    lanes.asynchronous = options.device != "cpu"
-    runtime = Runtime(META, [built.unit for built in units], (), lanes=lanes)
-    for built in units:
-        built.unit.begin(runtime, built.owner.name, built.owner is root)
-        for group in built.unit.groups:
-            group.show_whole()
-    sharded = {
-        id(built.owner.found[position].parameter): built.unit.groups[number].sharded[index]
-        for built in units
-        for position, (number, index) in built.where.items()
-    }
-    return Engine(options, ledger, units, sharded)
-
-
-def _ranks(options: Options, rank: int, ep: int) -> Ranks:
-    backend = "gloo" if options.device == "cpu" else "nccl"
-    mesh = options.mesh.without(ep)
-    place = mesh.coordinate(rank // ep)
-    pretended: Any = PretendedMesh(mesh.names, mesh.sizes, place, backend)
-    others = comm.Axis.pretended("ep", ep, rank % ep, backend) if ep > 1 else None
-    return Ranks(pretended, others)
-
-
-def _build_unit(
-    owner: Owner,
-    buffers: Sequence[PlannedBuffer],
-    options: Options,
-    over: dict[int, Ranks],
-    in_model: bool,
-) -> BuiltUnit:
-    kept_axis, release = after_forward(
-        options.reshard_after_forward, over[min(owner.homes, default=1)]
-    )
-    ranks = float(options.mesh.num_ranks)  # gradients of experts are sums over the tokens of all
-    unit, where = build_unit(
-        Unit if options.bucket_mb is None else BucketedUnit,
-        owner.name,
-        [owner.module],
-        owner.found if in_model else (),
-        buffers,
-        [_stand_in(one) for one in owner.found],
-        options.placements,
-        options.precision,
-        META,
-        ranks=over,
-        divisors={ep: ranks for ep in over if ep > 1},
-        release_after_forward=release,
-        kept_axis=kept_axis,
-        unused="error",
-        options={},
-        early=options.gather_in_step,
-    )
-    return BuiltUnit(owner, unit, where)
-
-
-def _stand_in(found: Found) -> nn.Parameter:
-    """A parameter without values; the model's own where that has none."""
-    original = found.parameter
-    if original.is_meta and type(original) is nn.Parameter:
-        return original
-    empty = torch.empty(found.shape, dtype=original.dtype, device=META)
-    made = nn.Parameter(empty, requires_grad=original.requires_grad)
-    carry_attributes(original, made)
-    return made

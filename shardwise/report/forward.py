@@ -11,9 +11,7 @@ parameter gets a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -26,70 +24,39 @@ from shardwise.comm import Call
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import READS
-from shardwise.report.engine import META, BuiltUnit, Engine
 from shardwise.report.planned import Mesh, Traffic
-from shardwise.report.units import Owner, recomputed_modules
+from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules
 from shardwise.shard.call import sentinel
 from shardwise.shard.fp8_group import FP8Group
+from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import AUTOGRADS
 
 
-@contextmanager
-def own_forward(
-    loss: Callable[[nn.Module], Tensor], model: nn.Module, engine: Engine
-) -> Iterator[Callable[[], Tensor]]:
-    """The model with the units' parameters and hooks in it, for the time of the context."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    hooks: list[Any] = []
-    for built in engine.units:
-        places = [(parameters, name) for parameters, name, *_ in built.unit.places]
-        before += [(parameters, name, parameters[name]) for parameters, name in places]
-        built.unit.hide(force=True)
-        module, unit = built.owner.module, built.unit
-        before_it = module.register_forward_pre_hook(
-            unit._pre_forward, prepend=True, with_kwargs=True
-        )
-        hooks += [before_it, module.register_forward_hook(unit._post_forward)]
-
-    def forward() -> Tensor:
-        with META:
-            return loss(model)
-
-    try:
-        yield forward
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameters, name, parameter in before:
-            parameters[name] = parameter
+def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
+    """The model's own."""
+    with META:
+        return loss(model)
 
 
-def sketch(engine: Engine, recomputed: frozenset[int]) -> Callable[[], Tensor]:
-    """The forward of a model; ``recomputed``: ids of modules that run inside a checkpoint."""
-    built = {id(one.owner): one for one in engine.units}
+def sketch(model: nn.Module) -> Callable[[], Tensor]:
+    """A forward that calls the units of a wrapped model."""
+    root, recomputed = branch_of(model), recomputed_modules(model)
 
-    def call(owner: Owner, hidden: Tensor, again: bool) -> Tensor:
-        one = built[id(owner)]
-        (hidden,), _ = one.unit.pre_forward((hidden,), {})
-        for part in owner.parts:
-            if isinstance(part, Owner):
+    def within(own: Own) -> bool:
+        return any(id(module) in recomputed for module in own.modules)
+
+    def call(branch: Branch, hidden: Tensor, again: bool) -> Tensor:
+        (hidden,), _ = branch.unit.pre_forward((hidden,), {})
+        for part in branch.parts:
+            if isinstance(part, Branch):
                 inside = again or id(part.module) in recomputed
                 hidden = _run(inside and not again, call, part, hidden, inside)
                 continue
-            within = partial(_within, one, recomputed)
-            for inside, positions in groupby(part, within):
-                work = _Work(one, list(positions))
-                hidden = _run(inside and not again, _apply, work, hidden)
-        return one.unit.post_forward(hidden)  # type: ignore[no-any-return]
+            for inside, run in groupby(part, within):
+                hidden = _run(inside and not again, _apply, _Work(branch.unit, list(run)), hidden)
+        return branch.unit.post_forward(hidden)  # type: ignore[no-any-return]
 
-    def forward() -> Tensor:
-        return call(engine.root.owner, torch.empty((), device=META), False)
-
-    return forward
-
-
-def _within(one: BuiltUnit, recomputed: frozenset[int], position: int) -> bool:
-    return any(id(module) in recomputed for module in one.owner.found[position].modules)
+    return lambda: call(root, torch.empty((), device=META), False)
 
 
 def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -102,12 +69,12 @@ def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
 class _Work:
     """Parameters of one unit that are read one after another."""
 
-    def __init__(self, built: BuiltUnit, positions: list[int]) -> None:
-        self.built, self.positions = built, positions
+    def __init__(self, unit: Unit, parameters: list[Own]) -> None:
+        self.unit, self.parameters = unit, parameters
 
     @property
     def trains(self) -> bool:
-        return any(self.built.leaf(position).requires_grad for position in self.positions)
+        return any(own.leaf.requires_grad for own in self.parameters)
 
     def forward(self) -> None:
         """Read planes as products do, which decode them in memory that is kept."""
@@ -126,34 +93,28 @@ class _Work:
         for group, index in self._coded():
             if "backward" in READS[group.format]:
                 group.plane(index, "backward")
-        written: list[int] = []
-        for position in reversed(self.positions):
-            leaf = self.built.leaf(position)
+        written: list[Own] = []
+        for own in reversed(self.parameters):
+            leaf = own.leaf
             if not leaf.requires_grad:
                 continue
-            if self._by_kernel(position):
+            if any(getattr(module, "writes_main_grad", False) for module in own.modules):
                 leaf.fresh_main_grad()
                 leaf.grad_added_to_main_grad = True
-                written.append(position)
+                written.append(own)
                 continue
             self._arrive(written)
             AUTOGRADS.__set__(leaf, torch.empty(leaf.shape, dtype=leaf.dtype, device=META))
-            self._arrive([position])
+            self._arrive([own])
         self._arrive(written)
 
-    def _arrive(self, positions: list[int]) -> None:
-        for position in positions:
-            self.built.unit.arrived(self.built.where[position])
-        positions.clear()
-
-    def _by_kernel(self, position: int) -> bool:
-        found = self.built.owner.found[position]
-        return any(getattr(module, "writes_main_grad", False) for module in found.modules)
+    def _arrive(self, parameters: list[Own]) -> None:
+        for own in parameters:
+            self.unit.arrived((own.number, own.index))
+        parameters.clear()
 
     def _coded(self) -> list[tuple[FP8Group, int]]:
-        places = [self.built.where[position] for position in self.positions]
-        groups = self.built.unit.groups
-        return [(groups[n], i) for n, i in places if isinstance(groups[n], FP8Group)]  # type: ignore[misc]
+        return [(o.group, o.index) for o in self.parameters if isinstance(o.group, FP8Group)]
 
 
 def _apply(work: _Work, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``plan``: what a model, a mesh and a strategy will take on each rank, to the byte, before a run.
 
-    model on "meta"  -->  units  -->  groups, units, runtime  -->  one step  -->  Plan
-                          units.py    and optimizer: engine.py     forward.py
+    model  -->  a copy, wrapped  -->  runtime, optimizer  -->  one step  -->  Plan
+                units.py              engine.py                forward.py
 
 No process group and no memory: the library itself runs as one rank of a pretended mesh, and its
 ledger and ``comm.record()`` are read as in a run. With a batch the model's own forward is followed
@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,11 +26,10 @@ from shardwise.memory import separate_ledger
 from shardwise.models.tensor_parallel import planned_tiles
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
-from shardwise.optim.routing import Routed, routes_of
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.report.activations import Follower
-from shardwise.report.engine import BuiltUnit, Engine, build
+from shardwise.report.engine import Engine
 from shardwise.report.figures import Plan
 from shardwise.report.forward import own_forward, sketch, traffic_of
 from shardwise.report.orthogonalisation import (
@@ -43,6 +42,7 @@ from shardwise.report.orthogonalisation import (
 )
 from shardwise.report.planned import (
     OPTIMIZERS,
+    Measured,
     Mesh,
     Options,
     PlannedGroup,
@@ -50,13 +50,7 @@ from shardwise.report.planned import (
     as_placements,
 )
 from shardwise.report.suggest import largest, suggest
-from shardwise.report.units import (
-    Owner,
-    owners,
-    planned_buffers,
-    recomputed_modules,
-)
-from shardwise.shard.building import PlannedBuffer
+from shardwise.report.units import ToWrap, modules_to_wrap, spread_over
 from shardwise.shard.call import map_tensors
 from shardwise.shard.checks import grain_problems
 from shardwise.shard.data_parallel import GRAINS
@@ -126,7 +120,6 @@ def plan(
     """
     if batch is not None:
         tokens = math.prod(batch) if tokens is None else tokens
-    ignored = set(ignored_params)
     shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
     tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
     mesh = Mesh.of(shape)
@@ -140,26 +133,18 @@ def plan(
     label, whole = name or type(model).__name__, sum(p.numel() for p in model.parameters())
     if tp > 1:
         model = planned_tiles(model, tp)
-    if bucket_mb is None:
-        root = owners(model, wrap, ignored)
-    elif wrap is None and grain in GRAINS:
-        root = owners(model, [], ignored)
-    else:
+    if bucket_mb is not None and (wrap is not None or grain not in GRAINS):
         raise ValueError(
             "plan: wrap and grains are fully_shard's, and bucket_mb is data_parallel's, which "
             "takes the whole model, and of grains 'tensor' and ROW alone: give one or the other"
         )
-    precision = precision or Precision()
-    problems = precision.unmatched([one.name for owner in root.tree() for one in owner.found])
-    if problems:
-        raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")
     options = Options(
         mesh=mesh,
         placements=as_placements(placements),
-        precision=precision,
+        precision=precision or Precision(),
         microbatches=microbatches,
         gather_in_step=gather_in_step,
-        ep=max(ep for owner in root.tree() for ep in owner.homes),
+        ep=spread_over(model),
         tp=tp,
         bucket_mb=bucket_mb,
         batch=batch,
@@ -168,7 +153,8 @@ def plan(
         device=device,
         memory=memory,
     )
-    step = _Step(model, root, routes_of(model), grain, label, loss)
+    source = ToWrap(model, modules_to_wrap(model, wrap), list(ignored_params), grain)
+    step = _Step(source, label, loss)
     made = step.plan(options, rank, search=batch is not None and memory is not None)
     if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
         made = replace(made, num_parameters=whole, matrices=None)
@@ -188,8 +174,7 @@ def plan(
         changed = replace(
             tried, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
         )
-        base = root if buckets == bucket_mb else owners(model, None, ignored)
-        return replace(step, root=base).plan(changed, rank)
+        return step.plan(changed, rank)
 
     return replace(made, suggestions=tuple(suggest(made, again)))
 
@@ -269,10 +254,7 @@ def _loss_of(batch: tuple[int, int], model: nn.Module) -> Tensor:
 class _Step:
     """All of a plan but its options."""
 
-    model: nn.Module
-    root: Owner
-    routes: list[Routed]
-    grain: GrainChoice | None
+    source: ToWrap
     label: str
     loss: Callable[[nn.Module], Tensor] | None
 
@@ -281,17 +263,15 @@ class _Step:
         with _no_garbage():
             return self._plan(options, rank, search)
 
-    def _forward(
-        self, engine: Engine, options: Options
-    ) -> AbstractContextManager[Callable[[], Tensor]]:
-        """The forward of the step: the model's own, or a sketch of it."""
+    def _measure(self, engine: Engine, batch: tuple[int, int] | None) -> Measured:
+        """A step whose forward is the model's own, or a sketch of it."""
         loss = self.loss
-        if options.batch is not None:
-            engine.follower = Follower(self.model, engine.ledger)
-            loss = loss or partial(_loss_of, options.batch)
+        if batch is not None:
+            engine.follower = Follower(engine.model, engine.ledger)
+            loss = loss or partial(_loss_of, batch)
         if loss is None:
-            return nullcontext(sketch(engine, recomputed_modules(self.model)))
-        return own_forward(loss, self.model, engine)
+            return engine.measure(sketch(engine.model))
+        return engine.measure(partial(own_forward, loss, engine.model))
 
     def _largest(self, engine: Engine, made: Plan) -> int:
         """The most sequences of a microbatch that fit: the units stay, and walk more steps."""
@@ -302,53 +282,45 @@ class _Step:
         def total(count: int) -> int:
             if count == first:
                 return made.total
-            with self._forward(engine, replace(options, batch=(count, length))) as forward:
-                return replace(made, followed=engine.measure(forward).followed).total
+            return replace(made, followed=self._measure(engine, (count, length)).followed).total
 
         return largest(total, options.memory, first, made.total - made.activations)
 
     def _plan(self, options: Options, rank: int | None, search: bool) -> Plan:
-        root, ranks = self.root, options.mesh.num_ranks
-        buffers = planned_buffers(root, options, self.grain, self.routes)
-        in_model = self.loss is not None or options.batch is not None
         with separate_ledger() as ledger:
-            engine = build(root, buffers, options, rank or 0, ledger, in_model)
-            engine.add_optimizer(self.routes)
-            at = rank or 0
+            engine = Engine(options, ledger, self.source.wrapped(options, rank or 0))
+            most = rank or 0
             if rank is None and engine.matrix_groups:
-                at = heaviest(engine.matrix_groups, ranks)
-            if at != (rank or 0):
-                engine.close()
-                engine = build(root, buffers, options, at, ledger, in_model)
-                engine.add_optimizer(self.routes)
-            with self._forward(engine, options) as forward:
-                found = engine.measure(forward)
-            matrix_groups = engine.matrix_groups
-            units = _units(engine, buffers, self.routes)
-            made = Plan(
-                model=self.label,
-                num_parameters=sum(
-                    len(unit.names) * unit.ep * group.layout.payload
-                    for unit in units
-                    for group in unit.groups
-                ),
-                options=options,
-                source="plan",
-                units=units,
-                optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-                matrices=orthogonalisation(matrix_groups, ranks) if matrix_groups else None,
-                divisions={
-                    one.name: division
-                    for one in self.routes
-                    if id(one.parameter) in engine.sharded
-                    and (division := division_of(engine.sharded[id(one.parameter)])) is not None
-                },
-                **vars(found),
-            )
-            if search:
-                made = replace(made, largest=self._largest(engine, made))
-            engine.close()
-        return made
+                most = heaviest(engine.matrix_groups, options.mesh.num_ranks)
+            if most == (rank or 0):
+                return self._figures(engine, search)
+        with separate_ledger() as ledger:
+            engine = Engine(options, ledger, self.source.wrapped(options, most))
+            return self._figures(engine, search)
+
+    def _figures(self, engine: Engine, search: bool) -> Plan:
+        options, matrices = engine.options, engine.matrix_groups
+        found, units = self._measure(engine, options.batch), _units(engine)
+        made = Plan(
+            model=self.label,
+            num_parameters=sum(
+                len(unit.names) * unit.ep * group.layout.payload
+                for unit in units
+                for group in unit.groups
+            ),
+            options=options,
+            source="plan",
+            units=units,
+            optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
+            matrices=orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None,
+            divisions={
+                one.name: division
+                for one in engine.routes
+                if (division := division_of(one.parameter)) is not None
+            },
+            **vars(found),
+        )
+        return replace(made, largest=self._largest(engine, made)) if search else made
 
 
 @contextmanager
@@ -363,41 +335,35 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _units(
-    engine: Engine, buffers: dict[Owner, tuple[PlannedBuffer, ...]], routes: Sequence[Routed]
-) -> tuple[PlannedUnit, ...]:
+def _units(engine: Engine) -> tuple[PlannedUnit, ...]:
     """Units with the same buffers as one, in the order of their first; in buckets, experts that
     are spread over ranks apart from the rest."""
-    matrices = {id(one.parameter) for one in routes if one.route.kind == "matrix"}
-    alike: dict[int, list[BuiltUnit]] = {}
-    for built in engine.units:
-        alike.setdefault(id(buffers[built.owner]), []).append(built)
-    found = []
-    for same in alike.values():
-        first, names = same[0], tuple(built.owner.name for built in same)
-        every = list(zip(buffers[first.owner], first.unit.groups, strict=True))
-        for ep in sorted({buffer.home for buffer, _ in every} or {1}):
-            groups = tuple(
-                _planned_group(first.owner, buffer, group, matrices)
-                for buffer, group in every
-                if buffer.home == ep
-            )
-            found.append(PlannedUnit(names=names, groups=groups, ep=ep))
-    return tuple(found)
+    matrices = {id(one.parameter) for one in engine.routes if one.route.kind == "matrix"}
+    alike: dict[tuple[tuple[int, PlannedGroup], ...], list[str]] = {}
+    for unit in engine.units:
+        groups = tuple(_planned_group(group, matrices) for group in unit.groups)
+        alike.setdefault(groups, []).append(unit.name)
+    return tuple(
+        PlannedUnit(
+            names=tuple(names), groups=tuple(group for at, group in groups if at == ep), ep=ep
+        )
+        for groups, names in alike.items()
+        for ep in sorted({at for at, _ in groups} or {1})
+    )
 
 
-def _planned_group(
-    owner: Owner, buffer: PlannedBuffer, group: Group, matrices: set[int]
-) -> PlannedGroup:
+def _planned_group(group: Group, matrices: set[int]) -> tuple[int, PlannedGroup]:
+    """Over how many ranks its experts are spread, and the group."""
     dtype = str(group.whole.dtype).removeprefix("torch.")
-    return PlannedGroup(
-        layout=buffer.layout,
+    planned = PlannedGroup(
+        layout=group.layout,
         dtype=group.main.dtype,
-        stored="main" if group.aliased else buffer.format or dtype,
+        stored="main" if group.aliased else group.format or dtype,
         planes=() if group.aliased else tuple(block.nbytes for block in group.blocks),
-        matrices=tuple(id(owner.found[m].parameter) in matrices for m in buffer.members),
+        matrices=tuple(id(parameter) in matrices for parameter in group.sharded),
         trainable=group.trainable,
     )
+    return 1 if group.ranks.others is None else group.ranks.others.size, planned
 
 
 def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:

@@ -1,63 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units of a model that nobody has wrapped yet: who owns which parameter, and where it lies.
+"""The units of a plan: a copy of the model on the meta device, wrapped for a pretended mesh.
 
     Model                         root      embedding, norm, head
       embedding                   block 0   every parameter below blocks.0
       blocks  [0] [1] [2]   -->   block 1   alike: laid out once
       norm, head                  block 2
 
-Groups, buckets and layouts are made by the functions that ``fully_shard`` and ``data_parallel``
-call.
+``fully_shard`` and ``data_parallel`` themselves wrap the copy: a plan has the units of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shardwise.optim.muon import MuonSettings
-from shardwise.optim.routing import Routed
+from shardwise.comm import Axis
+from shardwise.mesh import PretendedMesh
+from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
-from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.checks import spread_linear
-from shardwise.shard.data_parallel import BucketedUnit, planned_buckets
-from shardwise.shard.formats import stored_as
-from shardwise.shard.fully_shard import planned_groups
-from shardwise.shard.module import unit_of
+from shardwise.shard.data_parallel import BucketedUnit, data_parallel
+from shardwise.shard.fully_shard import fully_shard
+from shardwise.shard.group import Group
+from shardwise.shard.module import ShardedModule, unit_of, units_of
 from shardwise.shard.unit import Unit
+from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.shard.wrapping import (
+    UNEVEN,
     Found,
     GrainChoice,
-    grain_of,
+    find_parameters,
     parameters_and_units,
     wrap_units,
 )
 
+META = torch.device("meta")
 
-@dataclass(eq=False)
-class Owner:
-    """One module to be wrapped. ``parts``, in the order in which they are registered: runs of its
-    own parameters (positions in ``found``), and the wrapped modules inside it."""
 
-    name: str
-    module: nn.Module
-    found: list[Found] = field(default_factory=list)
-    parts: list[list[int] | Owner] = field(default_factory=list)
-
-    @property
-    def homes(self) -> list[int]:
-        """By parameter: over how many ranks its experts are spread."""
-        linears = map(spread_linear, self.found)
-        return [1 if one is None else one.total_experts // one.num_experts for one in linears]
-
-    def tree(self) -> Iterator[Owner]:
-        yield self
-        for part in self.parts:
-            if isinstance(part, Owner):
-                yield from part.tree()
+def spread_over(model: nn.Module) -> int:
+    """Over how many ranks the experts of a model are spread."""
+    linears = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    return max((one.total_experts // one.num_experts for one in linears), default=1)
 
 
 def recomputed_modules(model: nn.Module) -> frozenset[int]:
@@ -67,8 +56,12 @@ def recomputed_modules(model: nn.Module) -> frozenset[int]:
     return frozenset(id(part) for module in again for part in module.modules())
 
 
-def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.Parameter]) -> Owner:
-    """The root, with the wrapped modules inside it, in registration order."""
+# ------------------------------------------------------------------------------ wrapping a copy
+
+
+def modules_to_wrap(model: nn.Module, wrap: Sequence[nn.Module] | None) -> list[nn.Module]:
+    """The modules for ``fully_shard``, inner before outer, and the model last. ``wrap``: None for
+    those of :func:`wrap_units`, or those that are wrapped already."""
     units = {id(module): unit for module in model.modules() if (unit := unit_of(module))}
     if units:
         if wrap is not None or id(model) not in units or not _replannable(list(units.values())):
@@ -78,47 +71,15 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
                 f"dtypes that parameters came with: "
                 f"plan the model before wrapping, built anew under torch.device('meta')"
             )
-        for unit in units.values():
-            unit.hide()  # the parameters at rest: names, shapes and dtypes as they were
-        wrap = [module for module in model.modules() if id(module) in units and module is not model]
-    wrapped = {id(module) for module in (wrap_units(model) if wrap is None else wrap)}
-    strangers = wrapped - {id(module) for module in model.modules()}
+        wrap = [module for module in model.modules() if id(module) in units]
+    chosen = {id(module) for module in (wrap_units(model) if wrap is None else wrap)}
+    strangers = chosen - {id(module) for module in model.modules()}
     if strangers:
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
-    root = Owner(type(model).__name__, model)
-    keepers: dict[int, Owner] = {}
-    tied: list[str] = []
-
-    def fill(owner: Owner, prefix: str) -> None:
-        """Find what one unit owns; ``prefix``: of the names in the model."""
-
-        def is_inner(module: nn.Module) -> bool:
-            return id(module) in wrapped and module is not owner.module
-
-        for one in parameters_and_units([owner.module], ignored, is_inner):
-            if not isinstance(one, Found):
-                path, module = one
-                inner = Owner(f"{prefix}{path}"[:-1], module)
-                owner.parts.append(inner)
-                fill(inner, f"{prefix}{path}")
-                continue
-            keeper = keepers.setdefault(id(one.parameter), owner)
-            if keeper is not owner:
-                tied.append(f"'{prefix}{one.name}' belongs to unit '{keeper.name}' too")
-            if not owner.parts or isinstance(owner.parts[-1], Owner):
-                owner.parts.append([])
-            owner.parts[-1].append(len(owner.found))  # type: ignore[union-attr]
-            owner.found.append(one)
-
-    fill(root, "")
-    if tied:
-        raise ValueError(
-            f"{'; '.join(tied)} (tied weights in two units): wrap neither, so that the root owns "
-            f"both"
-        )
-    if not keepers:
+    if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to plan")
-    return root
+    outer_first = [one for one in model.modules() if id(one) in chosen and one is not model]
+    return [*outer_first[::-1], model]
 
 
 def _replannable(units: Sequence[Unit]) -> bool:
@@ -132,38 +93,145 @@ def _replannable(units: Sequence[Unit]) -> bool:
     )
 
 
-def planned_buffers(
-    root: Owner, options: Options, grain: GrainChoice | None, routes: Sequence[Routed]
-) -> dict[Owner, tuple[PlannedBuffer, ...]]:
-    """The buffers of every unit: the same object for units that are alike, which are laid out once.
-    The home of a buffer is over how many ranks its experts are spread."""
-    chosen = {id(one.parameter): one.route for one in routes}
-    precision, main = options.precision, options.placements.main
-    shards = {ep: options.mesh.without(ep).num_shards(main) for ep in (1, options.ep)}
-    if options.bucket_mb is not None:  # one unit; its buckets as backward fills them
-        formats = [stored_as(one, precision).format for one in root.found]
-        size, measured = options.bucket_mb, options.measured
-        buckets = planned_buckets(
-            root.found, chosen, root.homes, formats, shards, MuonSettings(), size, measured, grain
-        )
-        return {root: tuple(buckets)}
-    known: dict[Any, tuple[PlannedBuffer, ...]] = {}
-    found: dict[Owner, tuple[PlannedBuffer, ...]] = {}
-    for owner in root.tree():
-        facts = tuple(
-            (
-                one.name,
-                (one.shape, one.uneven),
-                one.parameter.dtype,
-                one.parameter.requires_grad,
-                grain_of(one, grain),
-                stored_as(one, precision).format,
-                (route := chosen.get(id(one.parameter))) and route.kind,
-            )
-            for one in owner.found
-        )
-        key = tuple(homes := owner.homes), facts
-        if key not in known:
-            known[key] = tuple(planned_groups(owner.found, shards, grain, precision, homes))
-        found[owner] = known[key]
-    return found
+@dataclass(frozen=True)
+class ToWrap:
+    """A model, and all of its wrapping that the options of a plan do not say."""
+
+    model: nn.Module
+    modules: list[nn.Module]  # for fully_shard
+    ignored: list[nn.Parameter]
+    grain: GrainChoice | None
+
+    def wrapped(self, options: Options, rank: int) -> nn.Module:
+        """A copy of the model as one rank of the mesh has it: wrapped, and without values."""
+        copied, copies = _copied(self.model)
+        backend = "gloo" if options.device == "cpu" else "nccl"
+        meshes = {ep: _mesh(options, rank, ep, backend) for ep in (1, options.ep)}
+        for module in copied.modules():
+            if isinstance(module, GroupedLinear) and module.is_spread:
+                module.axis = Axis.pretended("ep", options.ep, rank % options.ep, backend)
+        common: dict[str, Any] = {
+            "placements": options.placements,
+            "precision": options.precision,
+            "ignored_params": {copies[id(one)] for one in self.ignored if id(one) in copies},
+            "grain": self.grain,
+            "unused_parameters": "error",
+        }
+        for one in self.modules if options.bucket_mb is None else [self.model]:
+            module = copies[id(one)]
+            found = find_parameters([module], common["ignored_params"])
+            spread = {f.name: meshes[options.ep] for f in found if spread_linear(f) is not None}
+            alone = len(spread) == len(found) > 0  # experts that are a unit by themselves
+            common["mesh"] = meshes[options.ep if alone else 1]
+            common["meshes"] = spread if spread and not alone else None
+            if options.bucket_mb is None:
+                fully_shard(
+                    module,
+                    reshard_after_forward=options.reshard_after_forward,
+                    gather_in_step=options.gather_in_step,
+                    **common,
+                )
+            else:
+                early: Any = "step" if options.gather_in_step else False
+                data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
+        return copied
+
+
+def _mesh(options: Options, rank: int, ep: int, backend: str) -> PretendedMesh:
+    mesh = options.mesh.without(ep)
+    return PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
+
+
+def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
+    """A copy of a model, not wrapped and on the meta device; and the copies of its modules and
+    parameters, by the ids of these."""
+    units = list(units_of(model))
+    for unit in units:
+        unit.hide()  # the parameters at rest: names, shapes and dtypes as they were
+    copies: dict[int, Any] = {id(unit): None for unit in units}
+    held = [one for module in model.modules() for one in vars(module).values()]
+    for tensor in (*model.buffers(), *(one for one in held if isinstance(one, Tensor))):
+        copies[id(tensor)] = torch.empty_like(tensor, device=META)
+    copies |= {id(parameter): _stand_in(parameter) for parameter in model.parameters()}
+    with _own_classes(model):
+        for module in [*model.modules()][::-1]:  # inner before outer: what is copied is found again
+            for value in vars(module).values():
+                try:
+                    copy.deepcopy(value, copies)
+                except Exception:  # a process group, a lock: both have it
+                    copies[id(value)] = value
+        return copy.deepcopy(model, copies), copies
+
+
+@contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """Give wrapped modules, which refuse to be copied, the classes that they had."""
+    wrapped = [(module, type(module)) for module in model.modules() if unit_of(module) is not None]
+    for module, kind in wrapped:
+        module.__class__ = kind.__mro__[ShardedModule._orig_cls_mro_index]
+    try:
+        yield
+    finally:
+        for module, kind in wrapped:
+            module.__class__ = kind
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter without values, of the shape that is laid out."""
+    found = Found("", parameter, [])
+    empty = torch.empty(found.shape, dtype=parameter.dtype, device=META)
+    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    carry_attributes(parameter, made)
+    setattr(made, UNEVEN, found.uneven)
+    return made
+
+
+# ------------------------------------------------------------------------------ a walk over units
+
+
+@dataclass(frozen=True)
+class Own:
+    """A parameter of a unit, and the modules that register it."""
+
+    number: int  # of its group
+    group: Group
+    index: int
+    modules: list[nn.Module]
+
+    @property
+    def leaf(self) -> Any:
+        """The parameter as forward sees it."""
+        return self.group.unsharded[self.index]
+
+
+@dataclass(eq=False)
+class Branch:
+    """A wrapped module, and its parts in the order in which they are registered: runs of its own
+    parameters, and the wrapped modules inside it."""
+
+    module: nn.Module
+    unit: Unit
+    parts: list[list[Own] | Branch]
+
+
+def branch_of(module: nn.Module) -> Branch:
+    unit = unit_of(module)
+    assert unit is not None
+    branch = Branch(module, unit, [])
+    places = {(id(held), name): place for held, name, *place in unit.places}
+
+    def is_inner(other: nn.Module) -> bool:
+        return other is not module and unit_of(other) is not None
+
+    for one in parameters_and_units([module], set(), is_inner):
+        if not isinstance(one, Found):
+            branch.parts.append(branch_of(one[1]))
+            continue
+        held, name = one.places[0]
+        if (id(held), name) not in places:
+            continue  # an ignored one
+        if not branch.parts or isinstance(branch.parts[-1], Branch):
+            branch.parts.append([])
+        number, index = places[id(held), name]
+        branch.parts[-1].append(Own(number, unit.groups[number], index, one.modules))  # type: ignore[union-attr]
+    return branch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building a unit: planned buffers become groups, and the groups a unit of the modules.
 
-``fully_shard``, ``data_parallel`` and plans decide which parameters share a buffer. All three build
-here, and the two public functions check and wrap here.
+``fully_shard`` and ``data_parallel`` decide which parameters share a buffer; both check and wrap
+here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,7 +22,6 @@ from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import Format
-from shardwise.precision.policy import Stored
 from shardwise.shard.checks import described, experts_axis, held_by, share_of, wrapping_problems
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fp8_group import GROUPS
@@ -31,16 +29,13 @@ from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import (
-    Found,
     device_of,
     find_parameters,
     install,
     outermost,
     own_buffers,
 )
-from shardwise.tile import Tile, tile_of
-
-U = TypeVar("U", bound=Unit)
+from shardwise.tile import tile_of
 
 
 class PlannedBuffer(NamedTuple):
@@ -49,60 +44,7 @@ class PlannedBuffer(NamedTuple):
     members: tuple[int, ...]
     layout: Layout
     format: Format | None
-    home: Any  # the mesh that the parameters are spread over, in whatever words the planner has
-
-
-def build_unit(
-    kind: type[U],
-    name: str,
-    roots: Sequence[nn.Module],
-    found: Sequence[Found],
-    buffers: Sequence[PlannedBuffer],
-    values: Sequence[Tensor],
-    placements: Placements,
-    precision: Precision,
-    device: torch.device,
-    *,
-    ranks: Mapping[Any, Ranks],
-    divisors: Mapping[Any, float],
-    tiles: Sequence[Tile | None] | None = None,
-    stored: Sequence[Stored] = (),
-    offload: bool = False,
-    pin: bool = False,
-    **options: Any,
-) -> tuple[U, dict[int, tuple[int, int]]]:
-    """A unit at rest, and the (group, index) of each parameter.
-
-    ``values``, ``tiles`` and ``stored`` are by parameter. By home of a buffer: ``ranks``, and
-    ``divisors`` of the gradients' sum where these are not the number of ranks. ``options`` are the
-    unit's own.
-    """
-    groups: list[Group] = []
-    where: dict[int, tuple[int, int]] = {}
-    for buffer in buffers:
-        for index, position in enumerate(buffer.members):
-            where[position] = (len(groups), index)
-        group = GROUPS[buffer.format](
-            buffer.layout,
-            [values[position] for position in buffer.members],
-            ranks[buffer.home],
-            placements,
-            precision,
-            device,
-            tiles=[tiles[position] for position in buffer.members] if tiles else None,
-            offload=offload,
-            pin=pin,
-        )
-        group.gradients.divisor = divisors.get(buffer.home)
-        groups.append(group)
-    places = [
-        (parameters, local, *where[position])
-        for position, one in enumerate(found)
-        for parameters, local in one.places
-    ]
-    unit = kind(name, roots, groups, places, precision=precision, **options)
-    unit.stored = {where[position]: one for position, one in enumerate(stored)}
-    return unit, where
+    home: DeviceMesh  # the mesh that the parameters are spread over
 
 
 class Wrapping:
@@ -174,9 +116,21 @@ class Wrapping:
         axes = self.ranks[self.mesh].axes
         raise_together(self.verb, found + list(problems), mine, axes, same="wrap the same module")
 
-    def install(self, kind: type[Unit], buffers: Sequence[PlannedBuffer], **options: Any) -> None:
-        """Make a unit of the modules, with the same values on every rank. ``options``: the rest of
-        :func:`build_unit`."""
+    def install(
+        self,
+        kind: type[Unit],
+        buffers: Sequence[PlannedBuffer],
+        divisors: Mapping[DeviceMesh, float],
+        *,
+        offload: bool = False,
+        pin: bool = False,
+        **options: Any,
+    ) -> None:
+        """Make a unit of the modules, with the same values on every rank.
+
+        ``divisors`` of the gradients' sum, by home, where these are not the number of ranks.
+        ``options`` are the unit's own.
+        """
         values: dict[int, Tensor] = {}
         for home, over in self.ranks.items():
             chosen = [position for position, other in enumerate(self.homes) if other == home]
@@ -184,22 +138,33 @@ class Wrapping:
             beside = self.buffers if home == self.mesh else []
             same = same_values(found, over, self.device, beside)
             values.update(zip(chosen, same, strict=True))
-        pairs = zip(self.found, self.homes, strict=True)
-        unit, _ = build_unit(
-            kind,
-            type(self.roots[0]).__name__ if self.roots else "empty",
-            self.roots,
-            self.found,
-            buffers,
-            [values[position] for position in range(len(self.found))],
-            self.placements,
-            self.precision,
-            self.device,
-            ranks=self.ranks,
-            tiles=[tile_of(one.parameter, home) for one, home in pairs],
-            stored=self.stored,
-            **options,
-        )
+        tiles = [tile_of(one.parameter, at) for one, at in zip(self.found, self.homes, strict=True)]
+        groups: list[Group] = []
+        where: dict[int, tuple[int, int]] = {}  # by position: group, index
+        for buffer in buffers:
+            for index, position in enumerate(buffer.members):
+                where[position] = (len(groups), index)
+            group = GROUPS[buffer.format](
+                buffer.layout,
+                [values[position] for position in buffer.members],
+                self.ranks[buffer.home],
+                self.placements,
+                self.precision,
+                self.device,
+                tiles=[tiles[position] for position in buffer.members],
+                offload=offload,
+                pin=pin,
+            )
+            group.gradients.divisor = divisors.get(buffer.home)
+            groups.append(group)
+        places = [
+            (parameters, local, *where[position])
+            for position, one in enumerate(self.found)
+            for parameters, local in one.places
+        ]
+        name = type(self.roots[0]).__name__ if self.roots else "empty"
+        unit = kind(name, self.roots, groups, places, precision=self.precision, **options)
+        unit.stored = {where[position]: one for position, one in enumerate(self.stored)}
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
 

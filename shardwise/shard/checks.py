@@ -244,7 +244,8 @@ def expert_problems(
     """Problems of experts that are spread over ranks. Experts must be sharded over ranks with the
     same experts, other parameters over all ranks that have tokens."""
     inside = [one for root in roots for one in root.modules() if isinstance(one, GroupedLinear)]
-    peers = {one.axis.peers for one in inside if one.is_spread and one.axis is not None}
+    spread = [one.axis for one in inside if one.is_spread and one.axis is not None]
+    peers = {axis.peers for axis in spread if not axis.pretends}
     mixed: list[str] = []
     partial: list[str] = []
     for f, mesh in found if peers else ():

@@ -14,7 +14,7 @@ the owner off the same layout, and finds every matrix whole there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -44,7 +44,6 @@ from shardwise.shard.wrapping import Found
 from shardwise.streams import annotate
 
 M = TypeVar("M", bound=nn.Module)
-H = TypeVar("H", bound=Hashable)
 _VERB = "data_parallel"
 GRAINS = (None, "tensor", ROW)
 
@@ -153,9 +152,9 @@ def data_parallel(
 def planned_buckets(
     found: Sequence[Found],
     routes: Mapping[int, Route],
-    homes: Sequence[H],
+    homes: Sequence[DeviceMesh],
     formats: Sequence[Format | None],
-    num_shards: Mapping[H, int],
+    num_shards: Mapping[DeviceMesh, int],
     settings: MuonSettings,
     bucket_mb: float,
     measured: bool,
@@ -163,8 +162,8 @@ def planned_buckets(
 ) -> list[PlannedBuffer]:
     """The buckets, in the order in which backward fills them.
 
-    ``homes``: the mesh of each parameter, in whatever words. Backward is taken to meet parameters
-    in the reverse order of their registration.
+    ``homes``: the mesh of each parameter. Backward is taken to meet parameters in the reverse order
+    of their registration.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position in reversed(range(len(found))):

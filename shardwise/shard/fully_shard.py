@@ -8,6 +8,7 @@ module tree --> parameters that no inner unit owns --> groups alike in dtype, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
-from shardwise.layout import CHEAP_PADDING, cut_finer, plan_groups
+from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan_groups
 from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
@@ -124,7 +125,7 @@ def fully_shard(
         f"reshard_after_forward={reshard_after_forward} gather_in_step={gather_in_step}",
         ["" if wrong_grain else f"by {grain_of(f, grain)}" for f in found],
     )
-    kept_axis, release = after_forward(reshard_after_forward, ranks)
+    kept_axis, release = _after_forward(reshard_after_forward, ranks)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     job.install(
         Unit,
@@ -161,26 +162,24 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 def planned_groups(
     found: Sequence[Found],
-    num_shards: Mapping[Any, int],
+    num_shards: Mapping[DeviceMesh, int],
     grain: GrainChoice | None,
     precision: Precision,
-    homes: Sequence[Any],
+    homes: Sequence[DeviceMesh],
 ) -> list[PlannedBuffer]:
     """The buffers of a unit. Parameters share one that are alike in mesh (``homes``), dtype,
     format, trainability and in whether tensor parallelism cut them unevenly; parameters whose rows
     fit badly together get several."""
-    alike: dict[tuple[Any, torch.dtype, bool, Format | None, bool], list[int]] = {}
+    alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, f in enumerate(found):
         format = stored_as(f, precision).format
         key = (homes[position], f.parameter.dtype, f.parameter.requires_grad, format, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
     for (home, _, _, format, _), positions in alike.items():
-        items = [item_of(found[position], grain, format) for position in positions]
-        if grain is None and format is None:
-            items = cut_finer(items, num_shards[home])
-        for members in plan_groups(items, num_shards[home]):
-            layout = lay_out([items[member] for member in members], num_shards[home], format)
+        items = tuple(item_of(found[position], grain, format) for position in positions)
+        finer = grain is None and format is None
+        for members, layout in _laid_out(items, num_shards[home], format, finer):
             chosen = tuple(positions[member] for member in members)
             groups.append(PlannedBuffer(chosen, layout, format, home))
     padding = sum(group.layout.padding for group in groups)
@@ -213,6 +212,18 @@ def _axis_names(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
+@lru_cache(maxsize=64)
+def _laid_out(
+    items: Sequence[Item], num_shards: int, format: Format | None, finer: bool
+) -> list[tuple[tuple[int, ...], Layout]]:
+    """The members and the layout of each buffer; blocks that are alike are laid out once."""
+    items = cut_finer(items, num_shards) if finer else items
+    return [
+        (members, lay_out([items[member] for member in members], num_shards, format))
+        for members in plan_groups(items, num_shards)
+    ]
+
+
 def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
     """Fully sharded, replicated over the outer one of two axes; or as ``dims`` say."""
     if dims is None:
@@ -222,7 +233,7 @@ def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
     return Placements(compute=weights, grad=[PARTIAL] * outer + [SHARD] * inner, main=weights)
 
 
-def after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
+def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
     """(the axis of k ranks that keep weights between forward and backward, whether to release)."""
     if wanted is None or isinstance(wanted, bool):
         return None, wanted

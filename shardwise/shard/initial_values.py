@@ -118,10 +118,11 @@ def _compare(
     """The positions whose checksums are not the same on all ranks of the axis, and the checksums of
     its first rank. One warning."""
     everyone = comm.agree(sums, axis)
+    unlike = [theirs for theirs in everyone if theirs != everyone[0]]
     differing = [
         position
         for position in range(len(sums))
-        if any(theirs[position] != everyone[0][position] for theirs in everyone)
+        if any(theirs[position] != everyone[0][position] for theirs in unlike)
     ]
     if differing:
         warn_once(

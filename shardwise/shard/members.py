@@ -34,7 +34,7 @@ def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
         f"{name}.{item.name}" if name else item.name
         for name, unit in zip(names, units, strict=True)
         for group in unit.groups
-        if group.main.flat.is_meta
+        if group.main.flat.is_meta and group.device.type != "meta"  # a plan's have none
         for item, parameter in zip(group.items, group.sharded, strict=True)
         if parameter._local_tensor.is_meta  # type: ignore[attr-defined]
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
-from shardwise.report import engine, units
+from shardwise.report import engine
 from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, dry_run, plan
 from shardwise.report.planned import Mesh, strategy_name
@@ -219,7 +220,7 @@ def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
     """Small ones take a GPU longer than their operations say, and are shared out accordingly."""
     with torch.device("meta"):
         sides = [1024] + [512] * 12
-        model = nn.ModuleList(nn.Linear(side, side, bias=False) for side in sides)
+        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for side in sides))
     turns = {
         device: plan(
             model, {"dp_outer": 2, "dp": 1}, "hsdp", optimizer="muon", device=device, wrap=[model]
@@ -249,9 +250,10 @@ def test_every_block_of_the_outermost_lists_is_a_unit_and_then_the_model() -> No
 def test_weights_tied_across_units_are_refused_as_fully_shard_does() -> None:
     model = small()
     model.layers[1].up.weight = model.layers[0].up.weight
-    with pytest.raises(ValueError, match=r"'layers.1.up.weight' belongs to unit 'layers.0' too"):
+    with pytest.raises(ValueError, match=r"'up.weight' belongs to another unit already"):
         plan(model, {"dp": 2})
     tied = small()
+    tied.lock = threading.Lock()  # such things cannot be copied
     tied.head.weight = tied.embedding.weight  # both in the root: one parameter
     made = plan(tied, {"dp": 2})
     assert made.num_parameters == plan(small(), {"dp": 2}).num_parameters - 17 * 40
@@ -289,6 +291,8 @@ def test_all_problems_are_named_at_once() -> None:
         (lambda: plan(small(), {"dp": 2}, "zero1", reshard_after_forward=2), "nothing to reshard"),
         (lambda: plan(nn.Identity(), {"dp": 2}), "no parameters"),
         (lambda: plan(small(), {"dp": 2}, wrap=[nn.Linear(2, 2)]), "not part of the model"),
+        (lambda: plan(nn.ModuleList([nn.Linear(2, 2)]), {"dp": 2}), "do not implement forward"),
+        (lambda: plan(nn.Embedding(4, 2, sparse=True), {"dp": 2}), "build it with sparse=False"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
@@ -309,7 +313,8 @@ def count_work(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], depth: int
         return counted
 
     with monkeypatch.context() as patch:
-        patch.setattr(units, "planned_groups", counting("groups", units.planned_groups))
+        wrapping._laid_out.cache_clear()
+        patch.setattr(wrapping, "plan_groups", counting("groups", wrapping.plan_groups))
         patch.setattr(wrapping, "lay_out", counting("layouts", wrapping.lay_out))
         patch.setattr(Memory, "acquire", counting("events", Memory.acquire))
         with torch.device("meta"):
