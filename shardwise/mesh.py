@@ -71,7 +71,6 @@ class PretendedMesh(DeviceMesh):
     """
 
     device_type: Any = "meta"
-    mesh: Any = None  # the numbers of its ranks
     mesh_dim_names: Any = ()
     shape: Any = ()
     ndim: Any = 0
@@ -183,10 +182,9 @@ def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
     """The reason, in words, why the axes of a mesh (``joint``: or all of them as one) do not fit
     together: torch sorts the ranks of every process group, so in a mesh of ranks in another order a
     rank may have another place in its group than its neighbours on the other axes have."""
-    ranks = getattr(mesh, "mesh", None)  # None: a pretended one
-    if ranks is None:
+    if isinstance(mesh, PretendedMesh):
         return None
-    grid = ranks.cpu().numpy()
+    grid = mesh.mesh.cpu().numpy()
     places = [grid.argsort(axis).argsort(axis) for axis in range(grid.ndim)]  # in the groups
     agree = all(
         (places[axis] == places[axis].take([0], other)).all()

@@ -134,11 +134,6 @@ class Options:
             raise ValueError("plan: " + "; ".join(problems))
 
     @property
-    def measured(self) -> bool:
-        """Whether the kernels serve there, so that matrices weigh what was measured."""
-        return self.device == "cuda"
-
-    @property
     def workspace(self) -> int:
         """The bytes that cuBLAS keeps for itself in torch's memory."""
         return 0 if self.batch is None or self.device == "cpu" else WORKSPACE
