@@ -10,13 +10,12 @@ so any number of workers writes the same files. Nothing here imports torch.
 
 from __future__ import annotations
 
-import ctypes
 import gzip
 import json
 import multiprocessing
 import os
 import signal
-import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -176,20 +175,22 @@ def _read_rows(work: Work, column: str) -> Iterator[bytes]:
         yield (text or "").encode("utf-8", "replace")
 
 
-_PR_SET_PDEATHSIG = 1
 _codec: Codec | None = None  # of this worker
 _column = ""
 
 
 def _start_worker(codec: str | Codec, column: str) -> None:
     global _codec, _column
-    if sys.platform == "linux":  # a worker whose parent was killed would wait forever
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != multiprocessing.parent_process().pid:  # type: ignore[union-attr]
-            os._exit(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for every core
     _codec = saved_codec(Path(codec)) if isinstance(codec, str) else codec
     _column = column
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent ends: it would wait for work forever."""
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
 
 
 def _encode(work: Work) -> tuple[Tokens, int, int]:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
+import re
 import resource
+import select
 import signal
 import sys
 import threading
@@ -376,23 +378,37 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 class Watched(Bytes):
-    """Tells what signals do to the worker that it encodes in."""
+    """Tells the worker that it encodes in, and whether that and its parent block SIGINT; then waits
+    for more signals than will come."""
 
     def encode(self, documents: Sequence[bytes]) -> Any:
-        dies_with_parent = ctypes.c_int()
-        ctypes.CDLL(None).prctl(2, ctypes.byref(dies_with_parent))
-        hears = signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        return np.array([hears, dies_with_parent.value], np.uint16)
+        blocked = []
+        for pid in (os.getpid(), os.getppid()):
+            status = dict(re.findall(r"(\w+):\s+(\w+)", Path(f"/proc/{pid}/status").read_text()))
+            blocked.append(int(status["SigBlk"], 16) >> signal.SIGINT - 1 & 1)
+        Path(documents[0].decode()).write_text(json.dumps([os.getpid(), *blocked]))
+        while True:
+            signal.pause()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def tokenise_and_wait(text: str) -> None:
+    work = tokenise.work_of([text], "text")
+    list(tokenise._encoded(work, 1, (Watched(), "text")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_workers_end_with_their_parent_and_leave_interrupts_to_it(tmp_path: Path) -> None:
     """One that Ctrl-C ended with a queue's lock in its hands let the command wait forever."""
-    (tmp_path / "a.txt").write_text("x")
-    work = tokenise.work_of([str(tmp_path)], "text")
-    ((_, (tokens, *_)),) = tokenise._encoded(work, 1, (Watched(), "text"))
-    assert tokens.tolist() == [False, signal.SIGKILL]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    os.mkfifo(told := tmp_path / "told")
+    (text := tmp_path / "a.txt").write_text(str(told))
+    parent = multiprocessing.get_context("fork").Process(
+        target=tokenise_and_wait, args=(str(text),)
+    )
+    parent.start()
+    pid, *blocked = json.loads(told.read_text())
+    worker = os.pidfd_open(pid)
+    parent.kill()
+    assert blocked == [1, 0] and select.select([worker], [], [], 60)[0], "its end can be read"
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
