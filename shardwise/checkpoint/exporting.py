@@ -101,13 +101,13 @@ def _as_gpt(
         raise CheckpointError(
             f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
         ) from error
-    try:
-        written = hf_config(model, end_token=end_token)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     names = (key.removeprefix("model.") for key in checkpoint.index if key.startswith("model."))
     stored = {_dtype_of(checkpoint, name) for name in names}
     kind = dtype or max(stored, key=lambda found: found.itemsize)
+    try:
+        written = hf_config(model, dtype=dtype_name(kind), end_token=end_token)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     orders = checkpoint.values["extra_states"]
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def _as_gpt(
             tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
         return hf_tensors(name, tensor, config=model)
 
-    return convert, {**written, "torch_dtype": dtype_name(kind)}
+    return convert, written
 
 
 class _Converter:
