@@ -15,8 +15,7 @@ from torch import Tensor
 from benchmarks import grouped_mlp
 from benchmarks.measure import milliseconds
 from benchmarks.report import Row, Table
-from shardwise.moe.activation import swiglu
-from shardwise.moe.products import Form
+from shardwise.moe.activation import Form, swiglu
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, Plane, encode
 from shardwise.precision.fp8_experts import Rows, expert_codes

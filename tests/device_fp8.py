@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.kernels import fp8_block as kernels
 from shardwise.kernels import fp8_swiglu, grouped_activation
-from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
-from shardwise.moe.products import Form, Into
+from shardwise.moe.activation import Form, clamped_quick_geglu, squared_relu, swiglu
+from shardwise.moe.weights import Into
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,

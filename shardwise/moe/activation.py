@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwise.kernels.grouped import ActivationNumbers
 from shardwise.words import bound_problems, choice_problems
 
 
@@ -51,6 +52,25 @@ class Activation:
     def inputs_per_output(self) -> int:
         """The number of columns of ``z`` that make one column of ``h``."""
         return 2 if self.gated else 1
+
+
+@dataclass(frozen=True)
+class Form:
+    """The activation between the two products, and the order of gate and up before it."""
+
+    activation: Activation
+    block: int
+
+    @property
+    def numbers(self) -> ActivationNumbers:
+        """The arguments of the kernels."""
+        return {
+            "gated": self.activation.gated,
+            "alpha": self.activation.alpha,
+            "limit": self.activation.limit,
+            "offset": self.activation.offset,
+            "block": self.block,
+        }
 
 
 def swiglu() -> Activation:
@@ -122,15 +142,16 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
-def activate(z: Tensor, p: Tensor, activation: Activation, block: int) -> Tensor:
+def activate(z: Tensor, p: Tensor, form: Form) -> Tensor:
     """``act(z)·p`` [rows, width], in fp32 inside; z [rows, columns], p [rows] fp32."""
-    return (_forward(wide(z), activation, block) * p[:, None]).to(z.dtype)
+    return (_forward(wide(z), form) * p[:, None]).to(z.dtype)
 
 
-def _forward(z: Tensor, activation: Activation, block: int) -> Tensor:
+def _forward(z: Tensor, form: Form) -> Tensor:
+    activation = form.activation
     if not activation.gated:
         return z.clamp(min=0).square()
-    gate, up = split_gate_up(z, block)
+    gate, up = split_gate_up(z, form.block)
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
@@ -138,17 +159,17 @@ def _forward(z: Tensor, activation: Activation, block: int) -> Tensor:
 
 
 def activate_backward(
-    dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+    dh: Tensor, z: Tensor, p: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dz``, the recomputed ``h = act(z)·p``, and ``dp``, the row sums of ``dh·act(z)``."""
-    dh32, z32 = wide(dh), wide(z)
+    activation, dh32, z32 = form.activation, wide(dh), wide(z)
     scaled = dh32 * p[:, None]
     if not activation.gated:
         positive = z32.clamp(min=0)
         act = positive.square()
         dz = scaled * 2 * positive
     else:
-        gate, up = split_gate_up(z32, block)
+        gate, up = split_gate_up(z32, form.block)
         passes_gate = passes_up = None
         if activation.limit is not None:
             limit = activation.limit
@@ -161,5 +182,5 @@ def activate_backward(
         d_up = scaled * swish
         if passes_gate is not None and passes_up is not None:
             d_gate, d_up = d_gate * passes_gate, d_up * passes_up
-        dz = join_gate_up(d_gate, d_up, block)
+        dz = join_gate_up(d_gate, d_up, form.block)
     return dz.to(z.dtype), (act * p[:, None]).to(z.dtype), (dh32 * act).sum(-1)

@@ -28,7 +28,6 @@ from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up, wide
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.products import (
-    Into,
     LoopProducts,
     PathName,
     ProductChoice,
@@ -44,6 +43,7 @@ from shardwise.moe.weights import (
     CodedRows,
     ExpertShare,
     ExpertTensor,
+    Into,
     WriteGradient,
     as_neighbours,
     as_one,

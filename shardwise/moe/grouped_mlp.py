@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.moe.activation import Activation
+from shardwise.moe.activation import Activation, Form
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear, LayoutName
 from shardwise.moe.mlp import MLP, Work, described, graph_mlp
 from shardwise.moe.products import (
-    Form,
     PathName,
     ProductChoice,
     apply,

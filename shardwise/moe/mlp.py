@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.moe.activation import Activation, wide
+from shardwise.moe.activation import Activation, Form, wide
 from shardwise.moe.grouped_linear import bias_writer, weight_writer
 from shardwise.moe.products import (
-    Form,
     LoopProducts,
     PathName,
     Rows,

@@ -14,7 +14,6 @@ and name what is wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,54 +22,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardwise.kernels import grouped
-from shardwise.kernels.grouped import ActivationNumbers, GroupedTile, interpreted
+from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
-from shardwise.moe.activation import Activation, wide
-from shardwise.moe.weights import ExpertCodes, ExpertTensor, QuantisedParameter
+from shardwise.moe.activation import Form, wide
+from shardwise.moe.weights import ExpertCodes, ExpertTensor, Into, QuantisedParameter
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
 Rows = Any  # a Tensor, or CodedRows where the weight is ExpertCodes
-
-
-@dataclass(frozen=True)
-class Form:
-    """The activation between the two products, and the order of gate and up before it."""
-
-    activation: Activation
-    block: int
-
-    @property
-    def numbers(self) -> ActivationNumbers:
-        """The arguments of the kernels."""
-        return {
-            "gated": self.activation.gated,
-            "alpha": self.activation.alpha,
-            "limit": self.activation.limit,
-            "offset": self.activation.offset,
-            "block": self.block,
-        }
-
-
-@dataclass(frozen=True)
-class Into:
-    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
-
-    dtype: torch.dtype
-    out: Tensor | None = None
-    add: bool = False
-
-    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
-        if self.out is not None:
-            return self.out
-        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
-
-    def take(self, value: Tensor) -> Tensor:
-        """Write or add a finished value."""
-        if self.out is None:
-            return value.to(self.dtype)
-        return self.out.add_(value) if self.add else self.out.copy_(value)
 
 
 class LoopProducts:
@@ -109,13 +68,13 @@ class LoopProducts:
         z = self.linear(x, weight, ends)
         if bias is not None:
             z = (wide(z) + bias[expert_of(ends, len(x))]).to(z.dtype)
-        return z, define.activate(z, p, form.activation, form.block)
+        return z, define.activate(z, p, form)
 
     def activation_backward(
         self, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz``, ``h`` again and ``dp``. The memory of ``dh`` may be reused."""
-        return define.activate_backward(dh, z, p, form.activation, form.block)
+        return define.activate_backward(dh, z, p, form)
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
         """[experts, out] fp32: the sum of each expert's rows, times p where it is given."""

@@ -14,13 +14,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from shardwise.moe.products import Form, Into
+from shardwise.moe.activation import Form
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
@@ -123,6 +122,27 @@ def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
 # ``write(None, False)`` returns a new gradient [experts, ...]; ``write(out, add)`` writes the
 # gradient to ``out``, or adds it to ``out``.
 WriteGradient = Callable[[Tensor | None, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class Into:
+    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
+
+    dtype: torch.dtype
+    out: Tensor | None = None
+    add: bool = False
+
+    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
+        if self.out is not None:
+            return self.out
+        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Write or add a finished value."""
+        if self.out is None:
+            return value.to(self.dtype)
+        return self.out.add_(value) if self.add else self.out.copy_(value)
 
 
 @dataclass(frozen=True, kw_only=True)

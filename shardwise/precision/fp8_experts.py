@@ -24,8 +24,9 @@ from torch import Tensor
 
 from shardwise.kernels.grouped import max_blocks
 from shardwise.moe import activation as define
-from shardwise.moe.products import Form, Into, aligned
-from shardwise.moe.weights import CodedRows, ExpertCodes
+from shardwise.moe.activation import Form
+from shardwise.moe.products import aligned
+from shardwise.moe.weights import CodedRows, ExpertCodes, Into
 from shardwise.precision.fp8 import WIDE, Plane, decode_reference, encode_reference, uses_kernels
 from shardwise.precision.fp8_block import counts, note, scaled_problem
 from shardwise.precision.fp8_tensor import Reads
@@ -50,7 +51,7 @@ class Rows(CodedRows):
         if z.is_meta:
             return cls._planned(z[:, : z.shape[1] // form.activation.inputs_per_output])
         if not _by_kernel(z):
-            return cls.of(define.activate(z, p, form.activation, form.block))
+            return cls.of(define.activate(z, p, form))
         from shardwise.kernels import grouped_activation, grouped_codes
 
         if counts() or z.shape[1] > grouped_codes.WIDEST * form.activation.inputs_per_output:
@@ -64,7 +65,7 @@ class Rows(CodedRows):
         if z.is_meta:
             return cls._planned(z), cls._planned(dh), z.new_empty(len(z), dtype=torch.float32)
         if not _by_kernel(z):
-            dz, h, dp = define.activate_backward(dh, z, p, form.activation, form.block)
+            dz, h, dp = define.activate_backward(dh, z, p, form)
             return cls.of(dz), cls.of(h), dp
         from shardwise.kernels import grouped_activation, grouped_codes
 

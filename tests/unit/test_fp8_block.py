@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.memory import Ledger
-from shardwise.moe.activation import swiglu
-from shardwise.moe.products import Form, Into
+from shardwise.moe.activation import Form, swiglu
+from shardwise.moe.weights import Into
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.moe.activation import Activation, clamped_quick_geglu, squared_relu, swiglu
-from shardwise.moe.products import Form
+from shardwise.moe.activation import Activation, Form, clamped_quick_geglu, squared_relu, swiglu
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import SQUARE_128, Rounding, decode_reference, encode_reference
 from shardwise.precision.fp8_block import empty, quantise

@@ -20,9 +20,10 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 if INSIDE:
     from shardwise.kernels import grouped, grouped_activation, grouped_fc1, grouped_weight
-    from shardwise.moe.activation import activate, clamped_quick_geglu, squared_relu, swiglu
+    from shardwise.moe.activation import Form, activate, clamped_quick_geglu, squared_relu, swiglu
     from shardwise.moe.grouped_mlp import GroupedMLP
-    from shardwise.moe.products import Form, FusedProducts, Into, LoopProducts
+    from shardwise.moe.products import FusedProducts, LoopProducts
+    from shardwise.moe.weights import Into
     from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
 
     ACTIVATIONS = {
@@ -168,7 +169,7 @@ def test_the_pass_covers_every_row_and_column(monkeypatch: pytest.MonkeyPatch) -
     z, p = torch.randn(7, 48), torch.rand(7)
     form = Form(ACTIVATIONS["swiglu"], 8)
     found = grouped_activation.forward(z, p, chunk=16, elements=32, **form.numbers)
-    torch.testing.assert_close(found, activate(z, p, form.activation, form.block))
+    torch.testing.assert_close(found, activate(z, p, form))
 
 
 @inside

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.moe.activation import (
     Activation,
+    Form,
     activate,
     activate_backward,
     clamped_quick_geglu,
@@ -176,15 +177,15 @@ def test_the_activation_reads_the_rounded_z() -> None:
     z = torch.randn(7, 2 * WIDTH, generator=generator).bfloat16()
     p, dh = torch.rand(7, generator=generator), torch.randn(7, WIDTH).bfloat16()
     for activation in ACTIVATIONS.values():
-        columns = z if activation.gated else z[:, :WIDTH].contiguous()
-        h = activate(columns, p, activation, 0)
-        assert torch.equal(h, activate_backward(dh, columns, p, activation, 0)[1])
+        columns, form = z if activation.gated else z[:, :WIDTH].contiguous(), Form(activation, 0)
+        h = activate(columns, p, form)
+        assert torch.equal(h, activate_backward(dh, columns, p, form)[1])
 
 
 def test_clamps_pass_gradients_at_their_boundary() -> None:
     activation = clamped_quick_geglu(alpha=1.0, limit=1.0, offset=0.5)
     z = torch.tensor([[1.0, 1.5, -9.0, 0.5, 1.0, -1.0, -1.5, 0.5]])  # gates, then ups
-    dz, _, _ = activate_backward(torch.ones(1, 4), z, torch.ones(1), activation, 0)
+    dz, _, _ = activate_backward(torch.ones(1, 4), z, torch.ones(1), Form(activation, 0))
     assert (dz[0] != 0).tolist() == [True, False, True, True, True, True, False, True]
 
 
