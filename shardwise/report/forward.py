@@ -28,14 +28,23 @@ from shardwise.report.planned import Mesh, Traffic
 from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules
 from shardwise.shard.call import sentinel
 from shardwise.shard.fp8_group import FP8Group
+from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import AUTOGRADS
 
 
 def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
     """The model's own."""
+    root = unit_of(model)
+    assert root is not None
+    before = root.runtime.forward
     with META:
-        return loss(model)
+        value = loss(model)
+    if root.runtime.forward == before:
+        raise ValueError(
+            "dry_run: loss must call the model that it is given: this is a copy, which is wrapped"
+        )
+    return value
 
 
 def sketch(model: nn.Module) -> Callable[[], Tensor]:

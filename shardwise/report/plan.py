@@ -115,8 +115,9 @@ def plan(
         batch: (sequences, tokens of each) of one microbatch on one rank. ``model(tokens, targets)``
             is then followed on the meta device, so that activations are in the plan, and with
             ``memory`` the largest microbatch that fits. Implies ``tokens``.
-        loss: runs the model's own forward on the meta device and returns what backward starts from
-            (``dry_run``); without it, and without a batch, a sketch calls the units.
+        loss: runs the own forward of the model that it is given, a copy on the meta device, and
+            returns what backward starts from (``dry_run``); without it, and without a batch, a
+            sketch calls the units.
     """
     if batch is not None:
         tokens = math.prod(batch) if tokens is None else tokens
@@ -196,8 +197,8 @@ def dry_run(
 
     Args:
         rank: which rank of the mesh this process poses as.
-        loss: runs forward and returns what ``backward`` starts from; default: the sum of the
-            outputs for a batch of token ids.
+        loss: runs the forward of the model that it is given, a wrapped copy, and returns what
+            ``backward`` starts from; default: the sum of the outputs for a batch of token ids.
         options: those of ``plan``.
     """
     if mesh_shape.get("tp", 1) > 1:

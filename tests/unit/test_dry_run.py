@@ -101,6 +101,9 @@ def test_a_dry_run_leaves_the_ledger_as_it_was() -> None:
 def test_a_dry_run_names_all_that_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"not on the meta device.*rank 9 of a mesh of 8"):
         dry_run(Model(), {"dp": 8}, rank=9)
+    model, tokens = small(), torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="loss must call the model that it is given"):
+        dry_run(model, {"dp": 8}, loss=lambda _: model(tokens).sum())
 
 
 @pytest.mark.parametrize("strategy", MESHES)
