@@ -164,7 +164,7 @@ class Operations:
             _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
             operand = gathered(operand)
-        if operand.shape == cut.shape:
+        if operand.ndim and operand.shape == cut.shape:
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
             return operand.reshape(1) if operand.ndim > 1 else operand
@@ -307,7 +307,10 @@ class Operations:
         source = args[0]
         if len(args) > 1 and not _same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
-        return self.wrap(source._local_tensor, source.cut, source.version)
+        alias = self.wrap(source._local_tensor, source.cut, source.version)
+        if source.version is not None:
+            source.version.lent[id(alias)] = alias
+        return alias
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
