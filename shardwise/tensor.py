@@ -153,7 +153,10 @@ class ShardedTensor(DTensor):
 
     @property  # type: ignore[override]
     def data(self) -> ShardedTensor:
-        return self.detach()  # type: ignore[return-value]
+        alias: Any = self.detach()
+        if self.version is not None:
+            self.version.lent[id(alias)] = alias
+        return alias  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -171,7 +174,7 @@ class ShardedTensor(DTensor):
                 f"first); model.to(dtype) moves all of a model"
             )
         for lent in list(self.version.lent.values()) if self.version is not None else ():
-            if lent.cut is self.cut and not isinstance(lent, torch.nn.Parameter):
+            if lent.cut is self.cut:
                 lent._local_tensor, lent.version = lent._local_tensor.clone(), None
         with torch.no_grad():
             self.copy_(value)

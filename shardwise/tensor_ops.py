@@ -307,10 +307,7 @@ class Operations:
         source = args[0]
         if len(args) > 1 and not _same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
-        alias = self.wrap(source._local_tensor, source.cut, source.version)
-        if source.version is not None:
-            source.version.lent[id(alias)] = alias
-        return alias
+        return self.wrap(source._local_tensor, source.cut, source.version)
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
