@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class Version:
     # Made after wrapping (on the meta device): replicas may differ until the first forward.
     unsynced: bool = False
     beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
+    # By id: what ``.data`` gave of the buffer's tensors, while somebody holds it.
+    lent: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
 
     def await_readers(self) -> None:
         """Wait, before a write, for gathers that still read the buffer."""

@@ -153,11 +153,15 @@ class ShardedTensor(DTensor):
 
     @property  # type: ignore[override]
     def data(self) -> ShardedTensor:
-        return self.detach()  # type: ignore[return-value]
+        alias: Any = self.detach()
+        if self.version is not None:
+            self.version.lent[id(alias)] = alias
+        return alias  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write values: the memory stays that of the buffer."""
+        """Write values: the memory stays that of the buffer. What ``.data`` gave before keeps the
+        old values, in memory of its own: it may be assigned again (``backup = p.data``)."""
         piece = value if isinstance(value, ShardedTensor) else None
         view = piece is not None and piece.version is not None
         if piece is not None and view and (piece.version, piece.cut) == (self.version, self.cut):
@@ -169,6 +173,9 @@ class ShardedTensor(DTensor):
                 f"its shape and {self.dtype}. Give values of its own (to swap two, clone one "
                 f"first); model.to(dtype) moves all of a model"
             )
+        for lent in list(self.version.lent.values()) if self.version is not None else ():
+            if lent.cut is self.cut:
+                lent._local_tensor, lent.version = lent._local_tensor.clone(), None
         with torch.no_grad():
             self.copy_(value)
 

@@ -164,7 +164,7 @@ class Operations:
             _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
             operand = gathered(operand)
-        if operand.shape == cut.shape:
+        if operand.ndim and operand.shape == cut.shape:
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
             return operand.reshape(1) if operand.ndim > 1 else operand

@@ -68,8 +68,9 @@ _known_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary
 
 
 def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
-    """States that were loaded whole, or in torch's own chunks, get the pieces of their parameter.
-    Every load gives an optimizer another dictionary of states: all ranks look when it has one."""
+    """States that were loaded whole, in torch's own chunks, or in the pieces of another strategy,
+    get the pieces of their parameter. Every load gives an optimizer another dictionary of states:
+    all ranks look when it has one."""
     if _known_states.get(optimizer) is optimizer.state:
         return
     _known_states[optimizer] = optimizer.state
@@ -80,6 +81,9 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
             state: dict[str, Any] = optimizer.state.get(parameter, {}) if ours else {}
             for name, value in sorted(state.items()):
                 foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
+                if type(value) is ShardedTensor:  # replicas may divide the states of matrices
+                    whole = parameter.cut.index not in getattr(parameter.version, "divisions", ())
+                    foreign = whole and not parameter.cut.matches(value.cut)
                 if foreign and value.ndim and value.shape == parameter.shape:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
@@ -198,9 +202,10 @@ def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
     found: dict[Any, list[str]] = {}
     for group in optimizer.param_groups:
         numbers = [
-            f"{name}={value}"
+            f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
             for name, value in group.items()
             if isinstance(value, bool | int | float)
+            or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
             or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
         ]
         ours = (p.cut.full_mesh for p in group["params"] if type(p) is ShardedTensor)

@@ -38,7 +38,7 @@ from shardwise.optim.gradients import (
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
+from shardwise.optim.routing import BUILT, Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (
     axes_of,
     cut_along_rows,
@@ -83,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults or {})
         self._warn_of_narrow_weights()
         self._plan()
+        BUILT.add(self)
 
     # ------------------------------------------------------------------ construction
 
@@ -103,7 +104,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             divide(parameter, None)
             if group["fused"] is None:
                 group["fused"] = parameter.device.type == "cuda"
-            self.state[parameter] = adamw.new_state(parameter, group["fused"])
         if self._matrix_groups is not None:
             self._plan()
 
@@ -137,13 +137,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         ]
         self._matrix_groups = matrix_groups(members, group_class)
-        for matrices in self._matrix_groups:
-            for one in matrices.members:
-                before = self.state.get(one.parameter, {})
-                self.state[one.parameter] = matrices.state_of(one, before)
+        self._make_states()
         every = [p for group in self.param_groups for p in group["params"]]
         self._divisions = [(p, division_of(p)) for p in every]
         self._gradients = Gradients(every, self._name)
+
+    def _make_states(self) -> None:
+        """The states of every parameter where they belong; new ones where it has none, also since
+        somebody dropped them (``optimizer.state.clear()``)."""
+        for group in self.param_groups:
+            for parameter in group["params"] if group["kind"] == "elementwise" else ():
+                if not self.state[parameter]:
+                    self.state[parameter] = adamw.new_state(parameter, group["fused"])
+        for matrices in self._matrix_groups or ():
+            for one in matrices.members:
+                self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
 
     def _warn_of_narrow_weights(self) -> None:
         every = [p for group in self.param_groups for p in group["params"]]
@@ -218,6 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.half_step is not None:
             raise RuntimeError(self.half_step)
         self._check_divisions()
+        if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
+            self._make_states()
         with _plain_attributes():
             self._gradients.check()
             clip, moves = self._take_clip()
@@ -322,14 +332,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's; of matrix optimizers the names."""
+        """Like torch's, with the names of the parameters; of matrix optimizers the names."""
         made: dict[str, Any] = super().state_dict()
-        for group in made["param_groups"]:
+        for group, mine in zip(made["param_groups"], self.param_groups, strict=True):
             group |= {"function": str(group["function"])} if "function" in group else {}
+            group["param_names"] = [self._name(parameter) for parameter in mine["params"]]
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like torch's; momentum that was saved in the other form is converted."""
+        """Load like torch's; momentum that was saved in the other form is converted. Parameters
+        that have the saved ones' names, in another order, get the states of their names."""
         wanted = [group.get("momentum_form", "") for group in self.param_groups]
         functions = [group.get("function") for group in self.param_groups]
         kinds = [group.get("function", group["kind"]) for group in self.param_groups]
@@ -339,12 +351,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the state dict holds groups of kinds {saved}, this optimizer {kinds}: build it "
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict | {"param_groups": self._by_name(state_dict)})
         for function, group in zip(functions, self.param_groups, strict=True):
             group |= {"function": function} if function is not None else {}  # of that name this one
-        for matrices in self._matrix_groups or ():
-            for one in matrices.members:
-                self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
+        self._make_states()
         for form, group in zip(wanted, self.param_groups, strict=True):
             if group["kind"] != "matrix":
                 continue
@@ -360,6 +370,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for one in matrices.members:
                 one.group = by_parameter[id(one.parameter)]
         self.half_step = None
+
+    def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """The groups of a state dict, their parameters in the order of this optimizer's where the
+        names are the same; raises where a state has another shape than its parameter."""
+        found, problems = [], []
+        for mine, group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            names, params = [self._name(p) for p in mine["params"]], group["params"]
+            saved = dict(zip(group.get("param_names", ()), params, strict=False))
+            if saved.keys() == set(names) and len(saved) == len(names):
+                params = [saved[name] for name in names]
+            without = {key: value for key, value in group.items() if key != "param_names"}
+            found.append(without | {"params": params})
+            of_parameters = mine["kind"] != "function"
+            problems += [
+                f"'{name}' of shape {list(parameter.shape)} would get {key} of {list(value.shape)}"
+                for name, parameter, index in zip(names, mine["params"], params, strict=False)
+                for key, value in state_dict["state"].get(index, {}).items()
+                if isinstance(value, Tensor) and value.ndim and of_parameters
+                if value.shape != parameter.shape
+            ]
+        if problems:
+            raise ValueError(
+                "the state dict is of other parameters, or of these in another order; nothing was "
+                "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
+            )
+        return found
 
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:

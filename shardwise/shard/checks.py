@@ -142,6 +142,12 @@ def module_problems(
                 f"rewrites the rows that it looks up, on each rank others: build it without "
                 f"max_norm, and bound rows after the optimizer's step (torch.renorm)"
             )
+        elif any(isinstance(m, torch.jit.ScriptModule) for m in f.modules):
+            problems.append(
+                f"'{f.name}' belongs to a module of torch.jit, which keeps its own parameters and "
+                f"would never see gathered ones: wrap the module that it was made of "
+                f"(torch.compile works on wrapped modules), or pass it in ignored_params"
+            )
         elif hasattr(parameter, "fsdp_pre_all_gather"):
             problems.append(
                 f"{UNSUPPORTED}'{f.name}' is a {type(parameter).__name__} with "

@@ -304,6 +304,7 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     plain = {name: torch.zeros(value.shape) for name, value in net.state_dict().items()}
     settings: list[tuple[Any, str]] = [
         (lambda: torch.optim.SGD(net.parameters(), lr=0.1 + rank), "lr=1.1"),
+        (lambda: torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1 + rank)), "lr=1.1"),
         (lambda: torch.optim.AdamW(net.parameters(), weight_decay=0.1 + rank), "weight_decay=1.1"),
         (
             lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)),

@@ -123,6 +123,13 @@ def test_an_embedding_that_renormalises_its_rows_is_refused(
     assert "'0.weight'" in message and "max_norm" in message
 
 
+@on_ranks(2)
+def test_modules_of_torch_jit_are_refused(rank: int, world_size: int) -> None:
+    model = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)))
+    message = raised(lambda: sw.fully_shard(model, mesh=mesh_of(world_size)), ValueError)
+    assert "'0.weight' belongs to a module of torch.jit" in message
+
+
 # ------------------------------------------------------------------------------ sparse gradients
 
 

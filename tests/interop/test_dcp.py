@@ -311,12 +311,17 @@ def test_state_dict_communicates_nothing() -> None:
     assert counts[0] > 10 and counts[1] == 0
 
 
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "into"), [*((one, one) for one in MAIN_STRATEGIES), ("zero3", "zero0")]
+)
 @on_ranks(ranks_for)
-def test_optimizer_state_dicts_load_into_a_twin(rank: int, world_size: int, strategy: str) -> None:
-    """The optimizer's own state dict, loaded into a fresh one of the same shape."""
+def test_optimizer_state_dicts_load_into_a_twin(
+    rank: int, world_size: int, strategy: str, into: str
+) -> None:
+    """The optimizer's own state dict, loaded into a fresh one of the same shape, whose pieces may
+    lie elsewhere."""
     net, optimizer = trained(rank, world_size, strategy, 2, seed=2)
-    other, other_optimizer = trained(rank, world_size, strategy, 1, seed=3)
+    other, other_optimizer = trained(rank, world_size, into, 1, seed=3)
     other.load_state_dict(net.state_dict())
     # Copied: torch's optimizers keep the tensors of a state dict that they load.
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -248,6 +248,36 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+def test_dropped_states_begin_anew() -> None:
+    model = Weights(SHAPES | {"vector": (6,)})
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    for drop in (optimizer.state.clear, lambda: optimizer.state[model.vector].clear()):
+        set_gradients(model, 0)
+        optimizer.step()
+        assert optimizer.state[model.vector]["exp_avg"].any()
+        drop()
+        optimizer.step()
+        assert optimizer.state[model.vector]["step"] == 1
+        assert optimizer.state[model.wide]["momentum_buffer"].any()
+
+
+def test_states_are_loaded_by_name() -> None:
+    model = Weights(SHAPES)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=None)
+    set_gradients(model, 0)
+    optimizer.step()
+    turned = Weights(dict(reversed(SHAPES.items())))
+    other = sw.optimizer(turned, matrix=sw.muon(), elementwise=None)
+    other.load_state_dict(optimizer.state_dict())
+    for name, parameter in model.named_parameters():
+        expected = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(other.state[turned.get_parameter(name)]["momentum_buffer"], expected)
+    names = dict(zip("abc", reversed(SHAPES.values()), strict=True))
+    renamed = sw.optimizer(Weights(names), matrix=sw.muon(), elementwise=None)
+    with pytest.raises(ValueError, match=r"'a' of shape .* would get momentum_buffer of"):
+        renamed.load_state_dict(optimizer.state_dict())
+
+
 def test_another_kind_of_state_dict_is_refused() -> None:
     model = Weights(SHAPES | {"vector": (6,)})
     one = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())

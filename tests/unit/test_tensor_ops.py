@@ -245,13 +245,17 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor",
     ):
         tensor.resize_(3, 3)
-    values = tensor.full_tensor()
+    values, backup = tensor.full_tensor(), tensor.data
     tensor.data = torch.zeros(7, 13)
     assert not tensor.full_tensor().any() and values.any()
     for wrong in (torch.zeros(7, 12), torch.zeros(7, 13, dtype=torch.float64)):
         with pytest.raises(NotImplementedError, match=r"model.to\(dtype\)"):
             tensor.data = wrong
-    tensor.data = values
+    tensor.data, backup = backup, tensor.data  # an average of weights goes in and out so
+    check(tensor, values)
+    assert not backup.full_tensor().any()
+    scalar = world.tensors(full_tensors())["scalar"]
+    check(scalar.masked_fill_(torch.tensor(True), torch.tensor(2.0)), torch.tensor(2.0))
     with pytest.raises(NotImplementedError, match="one rank's piece"):
         torch.save(tensor, io.BytesIO())
     with pytest.raises(NotImplementedError, match="grad_placements"):
