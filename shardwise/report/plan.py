@@ -54,6 +54,7 @@ from shardwise.report.units import (
     Owner,
     owners,
     planned_buffers,
+    price_of_whole,
     recomputed_modules,
 )
 from shardwise.shard.building import PlannedBuffer
@@ -324,6 +325,10 @@ class _Step:
             with self._forward(engine, options) as forward:
                 found = engine.measure(forward)
             matrix_groups = engine.matrix_groups
+            work = orthogonalisation(matrix_groups, ranks) if matrix_groups else None
+            chosen = options.bucket_mb is not None and self.grain is None
+            if chosen and work is not None and work.num_whole < work.num_matrices:
+                work = replace(work, whole_price=price_of_whole(root, options, self.routes))
             units = _units(engine, buffers, self.routes)
             made = Plan(
                 model=self.label,
@@ -336,7 +341,7 @@ class _Step:
                 source="plan",
                 units=units,
                 optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-                matrices=orthogonalisation(matrix_groups, ranks) if matrix_groups else None,
+                matrices=work,
                 divisions={
                     one.name: division
                     for one in self.routes

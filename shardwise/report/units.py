@@ -167,3 +167,17 @@ def planned_buffers(
             known[key] = tuple(planned_groups(owner.found, shards, grain, precision, homes))
         found[owner] = known[key]
     return found
+
+
+def price_of_whole(root: Owner, options: Options, routes: Sequence[Routed]) -> str:
+    """What it would cost to have every matrix whole: why ``data_parallel`` cuts some."""
+    try:
+        (buffers,) = planned_buffers(root, options, "tensor", routes).values()
+    except ValueError:
+        return "grain='tensor' is refused: whole matrices would pad over an eighth"
+    sizes = [buffer.layout.payload for buffer in buffers]
+    largest, padding = max(sizes), sum(buffer.layout.padding for buffer in buffers)
+    return (
+        f"grain='tensor' would have {100 * largest / sum(sizes):.0f} % of the model in one bucket, "
+        f"{100 * padding / sum(sizes):.1f} % padding"
+    )
