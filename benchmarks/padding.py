@@ -308,7 +308,7 @@ PLANNED = {
 }
 
 
-def planned(ranks: Sequence[int] = (16, 32, 64, 128)) -> report.Table:
+def planned(ranks: Sequence[int] = (16, 32, 36, 64, 128)) -> report.Table:
     """Llama-3-8B under ``data_parallel`` and Muon, by plan."""
     shape = GPTConfig(
         vocab_size=128256,

@@ -34,6 +34,7 @@ class Orthogonalisation:
     idlest: int
     balance: float  # 1.0: every rank computes as long as the busiest one
     num_whole: int  # matrices that lie whole on one rank
+    whole_price: str = ""  # what it would cost to have all of them whole, where that is a choice
 
 
 def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:

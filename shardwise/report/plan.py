@@ -50,7 +50,7 @@ from shardwise.report.planned import (
     as_placements,
 )
 from shardwise.report.suggest import largest, suggest
-from shardwise.report.units import ToWrap, modules_to_wrap, spread_over
+from shardwise.report.units import ToWrap, modules_to_wrap, price_of_whole, spread_over
 from shardwise.shard.call import map_tensors
 from shardwise.shard.checks import grain_problems
 from shardwise.shard.data_parallel import GRAINS
@@ -302,6 +302,10 @@ class _Step:
     def _figures(self, engine: Engine, search: bool) -> Plan:
         options, matrices = engine.options, engine.matrix_groups
         found, units = self._measure(engine, options.batch), _units(engine)
+        work = orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None
+        chosen = options.bucket_mb is not None and self.source.grain is None
+        if chosen and work is not None and work.num_whole < work.num_matrices:
+            work = replace(work, whole_price=price_of_whole(self.source, options))
         made = Plan(
             model=self.label,
             num_parameters=sum(
@@ -313,7 +317,7 @@ class _Step:
             source="plan",
             units=units,
             optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-            matrices=orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None,
+            matrices=work,
             divisions={
                 one.name: division
                 for one in engine.routes

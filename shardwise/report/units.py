@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Axis
+from shardwise.memory import separate_ledger
 from shardwise.mesh import PretendedMesh
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
@@ -135,6 +136,21 @@ class ToWrap:
                 early: Any = "step" if options.gather_in_step else False
                 data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
         return copied
+
+
+def price_of_whole(source: ToWrap, options: Options) -> str:
+    """What it would cost to have every matrix whole: why ``data_parallel`` cuts some."""
+    try:
+        with separate_ledger():
+            wrapped = replace(source, grain="tensor").wrapped(options, 0)
+    except ValueError:
+        return "grain='tensor' is refused: whole matrices would pad over an eighth"
+    layouts = [group.layout for unit in units_of(wrapped) for group in unit.groups]
+    sizes, padding = [one.payload for one in layouts], sum(one.padding for one in layouts)
+    return (
+        f"grain='tensor' would have {100 * max(sizes) / sum(sizes):.0f} % of the model in one "
+        f"bucket, {100 * padding / sum(sizes):.1f} % padding"
+    )
 
 
 def _mesh(options: Options, rank: int, ep: int, backend: str) -> PretendedMesh:

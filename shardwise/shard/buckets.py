@@ -17,33 +17,37 @@ has ``bucket_size`` elements:
     shard 3  | g3    | q3  | k3 |
 
 Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole in one
-bucket. A parameter that may be cut anywhere (an embedding) fills the shards that they leave empty:
+bucket, with the last rows of some sizes where all pad less so: small matrices fill the gaps beside
+large ones. A parameter that may be cut anywhere (an embedding) fills the shards that they leave:
 
     shard 0  | g4          |
     shard 1  | q4   | k4 ..|
     shard 2  | embedding   |
     shard 3  | embedding ..|
 
-Where that would still pad much, they are cut by rows, else by elements. A stack ``[experts, out,
-in]`` may be cut between its matrices, which keeps them whole.
+So all matrices are whole, by one rule. ``grain="tensor"`` promises it: the bucket may be all of the
+model, and padding an eighth, and beyond that the promise is refused. By default padding may be a
+thirty-second, and a bucket 55 % of all matrices: a bucket has N shards, each as long as its longest
+matrix, and is reduced once its last gradient is there, so that in one bucket of the whole model
+nothing would overlap with backward. Beyond, matrices are cut.
 
-Where there are fewer than N matrices of a size, or a row of them is most of the model and would
-leave nothing of backward to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``)
-and a bucket holds N/k matrices; k is as small as possible. The optimizer brings the parts of one
-matrix together.
+Every matrix is then cut in k equal parts (grain ``tensor/k``) where there are fewer than N of its
+size or a row of them is too large, and a bucket holds N/k matrices; k is as small as possible. The
+optimizer brings the parts of one matrix together.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
-``grain="tensor"`` promises that no matrix is cut: buckets are then as large as that takes, and what
-fits in no row is packed with padding. The promise is refused where that would pad too much.
+What is in no row then is packed whole where that pads little, else cut by rows, else by elements.
+A stack ``[experts, out, in]`` may be cut between its matrices, which keeps them whole.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from shardwise.layout import (
     ALIGNMENT,
@@ -65,10 +69,11 @@ MANY_BUCKETS = 8
 LARGEST_BUCKET = 8
 # A row of so few elements takes no time to send: its matrices stay whole however small a bucket is.
 SMALL_ROW = 1 << 20
-WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
+LITTLE_PADDING = 64  # 1/64 of all matrices is little
+WHOLE_PADDING = 32  # matrices stay whole where that pads at most 1/32 of them
 PROMISED_PADDING = 8  # with a promise, where that pads at most 1/8 of them
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
-MOST_JOINED = 4  # buckets of rows that leftovers may join, so that all pad less
+MOST_TRIED = 12  # choices of rows that leftovers may join, so that all pad less
 MOST_FILL = 2  # parameters that fill a bucket, at most
 
 
@@ -114,113 +119,54 @@ def plan_matrices(
     assert len(items) == len(costs) and num_shards > 0 and bucket_size > 0
     total = sum(item.numel for item in items)
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
-    whole = grain == "tensor"
     share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
     largest = max(limit, int(total * share))
     filler = [Item(one.name, one.shape, ELEMENT) for one in fill]
-    budget = max(total // WHOLE_PADDING, CHEAP_PADDING)
+    little, modest, promised = (
+        max(total // fraction, CHEAP_PADDING)
+        for fraction in (LITTLE_PADDING, WHOLE_PADDING, PROMISED_PADDING)
+    )
     cut = _kinds(items, costs, num_shards, bucket_size, limit, largest)
     uncut = [
         kind if kind is not None and item.grain.count % kind.parts == 0 else None
         for item, kind in zip(items, cut, strict=True)
     ]
     # All whole; then what is in no row.
-    for kinds in (uncut, cut):
-        buckets, full, loose = _in_rows(items, kinds, num_shards, bucket_size, limit)
-        kept = [*buckets, *([_whole_rows(items, full, num_shards)] if full else [])]
-        if not loose:
-            return _in_completion(kept)
-        # With the rows of the open bucket; alone; with those of buckets that are complete late.
-        choices = [(kept, loose)]
-        for bucket in reversed(kept[-MOST_JOINED if kinds is uncut else len(buckets) :]):
-            others, members = choices[-1]
-            choices.append((others[:-1], sorted([*members, *bucket.members])))
-        if full:
-            choices[:2] = choices[1::-1]
-        if whole:
-            return _promised([*items, *filler], costs, choices, num_shards, budget)
-        for fillers in ([], filler) if kinds is uncut else ([],):
-            for others, members in choices:
-                size = sum(items[index].numel for index in members)
-                least = num_shards * max(items[index].grain_size for index in members) - size
-                if size <= largest and least - sum(one.numel for one in fillers) <= budget:
-                    packed = _packed([*items, *fillers], costs, members, num_shards, budget)
-                    if packed.layout.padding <= budget:
-                        return _in_completion([*others, packed])
-    for part in _in_order([items[index] for index in loose], bucket_size):
-        kept.append(_cut_anywhere(items, [loose[index] for index in part], num_shards))
-    return _in_completion(kept)
-
-
-def _in_completion(buckets: Sequence[Bucket]) -> list[Bucket]:
-    return sorted(buckets, key=lambda bucket: bucket.complete_at)
-
-
-def _promised(
-    every: Sequence[Item],
-    costs: Sequence[int],
-    choices: Sequence[tuple[Sequence[Bucket], Sequence[int]]],
-    num_shards: int,
-    little: int,
-) -> list[Bucket]:
-    """All matrices whole: those that fit in no row by one of the choices, or all in one bucket.
-    Raises where each of these pads too much."""
-    total = sum(item.numel for item in every[: len(costs)])
-    # More buckets overlap more: the first choice that pads little, else the one that pads least.
-    found: list[tuple[int, int, list[Bucket]]] = []
-    for others, members in [*choices, ([], range(len(costs)))]:
-        packed = _packed(every, costs, members, num_shards, little)
-        padding = packed.layout.padding + sum(one.layout.padding for one in others)
-        found.append((max(padding, little), len(found), [*others, packed]))
-    padding, _, buckets = min(found, key=lambda one: one[:2])
-    if padding > max(total // PROMISED_PADDING, little):
-        raise ValueError(
-            f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad them by "
-            f"{100 * padding / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer ranks, or "
-            f"leave grain out, so that matrices may lie on several ranks"
-        )
-    return _in_completion(buckets)
+    for kinds, fillers, allowed, tries in (
+        (uncut, filler, promised if grain == "tensor" else modest, MOST_TRIED),
+        (cut, [], little, 1),
+    ):
+        rows, loose = _in_rows(kinds, num_shards)
+        least, best = num_shards * total, None
+        for kept, members in _choices(rows, loose, tries, bucket_size, limit):
+            if not members:
+                return _built(items, kept, num_shards)
+            size = sum(items[index].numel for index in members)
+            padding = num_shards * max(items[index].grain_size for index in members) - size
+            if size <= largest and padding - sum(one.numel for one in fillers) <= allowed:
+                packed = _packed([*items, *fillers], costs, members, num_shards, little)
+                padding = packed.layout.padding
+                # The smallest bucket that pads little; else modestly; else the one that pads least.
+                grade = 0 if padding <= little else max(padding, modest)
+                if padding <= allowed and (best is None or grade < best[0]):
+                    best = grade, kept, packed
+                if grade == 0:
+                    break
+            least = min(least, padding)
+        if best is not None:
+            return _built(items, best[1], num_shards, best[2])
+        if grain == "tensor":
+            raise ValueError(
+                f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad them "
+                f"by {100 * least / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer "
+                f"ranks, or leave grain out, so that matrices may lie on several ranks"
+            )
+    parts = _in_order([items[index] for index in loose], bucket_size)
+    rest = [_cut_anywhere(items, [loose[index] for index in part], num_shards) for part in parts]
+    return _built(items, kept, num_shards, *rest)
 
 
 # ------------------------------------------------------------------------------ rows
-
-
-def _in_rows(
-    items: Sequence[Item],
-    kinds: Sequence[_Kind | None],
-    num_shards: int,
-    bucket_size: int,
-    limit: int,
-) -> tuple[list[Bucket], list[list[int]], list[int]]:
-    """Buckets of rows; the full rows of whole matrices that are no bucket yet; and what is in no
-    full row."""
-    queues: dict[_Kind, list[int]] = {}
-    buckets: list[Bucket] = []
-    full: list[list[int]] = []
-    filled = 0  # number of elements in these rows
-    loose: list[int] = []
-    for index, kind in enumerate(kinds):
-        if kind is None:
-            loose.append(index)
-            continue
-        queue = queues.setdefault(kind, [])
-        queue.append(index)
-        if len(queue) * kind.parts < num_shards:
-            continue
-        del queues[kind]
-        if kind.parts > 1:
-            buckets.append(_cut_row(items, queue, kind.parts, num_shards))
-            continue
-        size = num_shards * kind.numel
-        if full and filled + size > limit:
-            buckets.append(_whole_rows(items, full, num_shards))
-            full, filled = [], 0
-        full.append(queue)
-        filled += size
-        if filled >= bucket_size:
-            buckets.append(_whole_rows(items, full, num_shards))
-            full, filled = [], 0
-    return buckets, full, sorted(loose + [one for queue in queues.values() for one in queue])
 
 
 @dataclass(frozen=True)
@@ -231,6 +177,79 @@ class _Kind:
     cost: int
     shape: tuple[int, ...]  # () for whole matrices: only sizes and costs matter
     parts: int
+
+
+_Row: TypeAlias = tuple[_Kind, list[int]]  # and its members
+
+
+def _in_rows(kinds: Sequence[_Kind | None], num_shards: int) -> tuple[list[_Row], list[int]]:
+    """Rows, in the order in which they are full, and what is in no full row."""
+    queues: defaultdict[_Kind | None, list[int]] = defaultdict(list)
+    rows: list[_Row] = []
+    for index, kind in enumerate(kinds):
+        queues[kind].append(index)
+        if kind is not None and len(queues[kind]) * kind.parts >= num_shards:
+            rows.append((kind, queues.pop(kind)))
+    return rows, sorted(index for queue in queues.values() for index in queue)
+
+
+def _choices(
+    rows: Sequence[_Row], loose: Sequence[int], tries: int, bucket_size: int, limit: int
+) -> Iterator[tuple[list[list[_Row]], list[int]]]:
+    """Buckets of rows, and the members of one bucket more: what is in no row, alone; with the last
+    rows of some kinds, fewest elements first; at the end all in one. A bucket of rows that is not
+    large enough to be sent joins them, or is one of its own."""
+    number = Counter(kind for kind, _ in rows)
+    sizes = {kind: _size([(kind, row)]) for kind, row in rows}
+    kinds = list(number)
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # elements and kinds of joined rows
+    for _ in range(tries):
+        if not waiting:
+            return
+        size, joined = heapq.heappop(waiting)
+        keep = number - Counter(kinds[position] for position in joined)
+        kept: list[_Row] = []
+        members = list(loose)
+        for kind, row in rows:
+            if keep[kind]:
+                keep[kind] -= 1
+                kept.append((kind, row))
+            else:
+                members += row
+        buckets, small = _in_buckets(kept, bucket_size, limit)
+        if small and loose:
+            yield buckets, sorted(members + [index for _, row in small for index in row])
+        yield [*buckets, small] if small else buckets, sorted(members)
+        for position in range(joined[-1] if joined else 0, len(kinds)):
+            if joined.count(position) < number[kinds[position]]:
+                heapq.heappush(waiting, (size + sizes[kinds[position]], (*joined, position)))
+    if tries > 1:
+        yield [], sorted([*loose, *(index for _, row in rows for index in row)])
+
+
+def _in_buckets(
+    rows: Sequence[_Row], bucket_size: int, limit: int
+) -> tuple[list[list[_Row]], list[_Row]]:
+    """The rows of each bucket, and those that are not large enough for one. Cut matrices have a
+    bucket for each row."""
+    buckets: list[list[_Row]] = []
+    small: list[_Row] = []
+    for row in rows:
+        if row[0].parts > 1:
+            buckets.append([row])
+            continue
+        if small and _size([*small, row]) > limit:
+            buckets.append(small)
+            small = []
+        small = [*small, row]
+        if _size(small) >= bucket_size:
+            buckets.append(small)
+            small = []
+    return buckets, small
+
+
+def _size(rows: Sequence[_Row]) -> int:
+    return sum(len(members) * kind.numel for kind, members in rows)
 
 
 def _kinds(
@@ -283,27 +302,30 @@ def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
     return 0
 
 
-def _whole_rows(items: Sequence[Item], rows: Sequence[Sequence[int]], num_shards: int) -> Bucket:
-    """The bucket of whole rows: member j of every row on shard j, one row after the other."""
-    size = sum(_aligned(items[row[0]].numel) for row in rows)
-    starts: dict[int, int] = {}
-    offset = 0
-    for row in rows:
-        for shard, index in enumerate(row):
-            starts[index] = shard * size + offset
-        offset += _aligned(items[row[0]].numel)
-    members = tuple(sorted(starts))
-    addresses = tuple(starts[index] for index in members)
-    return Bucket(members, Layout(tuple(items[i] for i in members), num_shards, size, addresses))
+def _built(
+    items: Sequence[Item], kept: Sequence[Sequence[_Row]], num_shards: int, *others: Bucket
+) -> list[Bucket]:
+    """All buckets, in the order of their completion."""
+    buckets = [_bucket_of(items, rows, num_shards) for rows in kept]
+    return sorted([*buckets, *others], key=lambda bucket: bucket.complete_at)
 
 
-def _cut_row(items: Sequence[Item], members: Sequence[int], parts: int, num_shards: int) -> Bucket:
-    """The bucket of one row of cut matrices, each of which fills ``parts`` shards."""
-    grain = tensor_fraction(parts)
-    cut = tuple(Item(items[index].name, items[index].shape, grain) for index in members)
-    size = grain.size(cut[0].shape)
-    starts = tuple(place * parts * size for place in range(len(cut)))
-    return Bucket(tuple(members), Layout(cut, num_shards, size, starts))
+def _bucket_of(items: Sequence[Item], rows: Sequence[_Row], num_shards: int) -> Bucket:
+    """The bucket of rows, one after the other: member j of a row on shard j, or, if it is cut in
+    ``parts``, on as many shards from ``parts * j`` on."""
+    lengths = [_aligned(tensor_fraction(k.parts).size(items[row[0]].shape)) for k, row in rows]
+    size, offset = sum(lengths), 0
+    placed: dict[int, tuple[Item, int]] = {}
+    for (kind, row), length in zip(rows, lengths, strict=True):
+        for place, index in enumerate(row):
+            item = items[index]
+            if kind.parts > 1:
+                item = replace(item, grain=tensor_fraction(kind.parts))
+            placed[index] = item, place * kind.parts * size + offset
+        offset += length
+    members = tuple(sorted(placed))
+    found, starts = zip(*(placed[index] for index in members), strict=True)
+    return Bucket(members, Layout(found, num_shards, size, starts))
 
 
 # ------------------------------------------------------------------------------ the rest

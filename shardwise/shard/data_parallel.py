@@ -72,10 +72,10 @@ def data_parallel(
         placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
             ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
         bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It
-            grows where that keeps matrices whole, up to 55 % of the model, so that the rest of
-            backward overlaps with it; the gradients of a bucket are in memory at once. Where there
-            are too few matrices for the ranks, each matrix lies in equal parts on several ranks,
-            and the optimizer brings them together. ``sw.plan`` says how many.
+            grows where that keeps every matrix whole, up to 55 % of them, so that the rest of
+            backward overlaps with it; the gradients of a bucket are in memory at once. Where that
+            is not enough, or would pad over a thirty-second, matrices lie in equal parts on several
+            ranks, and the optimizer brings them together. ``sw.plan`` says how many, and why.
         grain: "tensor" is a promise that every matrix lies whole on one rank, at the price of
             larger buckets and padding; refused where padding would be more than an eighth.
             ``sw.ROW``: matrices are cut where that keeps buckets near ``bucket_mb``.
