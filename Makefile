@@ -34,22 +34,29 @@ help:
 	@echo "make soak       1,000 kills during saves, and a run of 2,000 steps killed again and again"
 	@echo "make clean      remove the virtual environment and caches"
 
+# An environment that somebody else made is completed, not replaced. Modules are compiled when they
+# are imported: pip would compile all of them on one core, most of them for nobody.
+define INSTALL
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt -e
+endef
+
 # The stamp, not the folder, says that the environment is complete and newer than its description.
-# An environment that somebody else made is completed, not replaced.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	$(INSTALL) .
 	touch $@
 
 # The tools, and triton for its interpreter (a large wheel): what training does not need.
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
-	touch $@
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	$(INSTALL) '.[dev]'
+	touch $(VENV)/.installed $@
 
 train: $(VENV)/.installed
 	$(BIN)/shardwise train $(TRAIN_FLAGS)
 
-test: lint types contracts pytest
+# What takes seconds comes first; types, on one core, beside the tests.
+test: lint contracts
+	$(MAKE) --no-print-directory --jobs=2 types pytest
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
@@ -69,7 +76,7 @@ pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	$(INSTALL) '.[docs]'
 	touch $@
 
 docs: $(VENV)/.installed-docs

@@ -9,6 +9,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,34 @@ loops = pytest.mark.skipif(
 def _look_up_once() -> None:
     """The interpreter looks through all of ``triton.language`` at every launch, a fifth of the time
     of these tests, and makes a table of all dtypes for every value, a tenth. What it finds is
-    always the same."""
+    always the same. It patches the language again for every function that a kernel calls, an
+    eighth, and computes whether integers overflow, a quarter, for an assertion that it makes in its
+    debug mode alone."""
     from triton.runtime import interpreter
 
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "overflows are reported: leave them on"
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    tl, patched = interpreter.tl, set[int]()  # modules of the language, in this launch
+    patch_lang = interpreter._patch_lang
+
+    def patch_once(fn: Any) -> Any:
+        held = {id(one) for one in fn.__globals__.values() if one is tl or one is tl.core}
+        if held <= patched:
+            return None  # inside of a launch, which keeps what it has patched until it ends
+        scope = patch_lang(fn)
+        if not patched:  # this is the launch
+            restore = scope.restore
+
+            def end() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = end
+        patched.update(held)
+        return scope
+
+    interpreter._patch_lang = patch_once
     dtypes: dict[str, Any] = {}
     find = interpreter._get_np_dtype
 
@@ -41,7 +67,7 @@ def _look_up_once() -> None:
 
     interpreter._get_np_dtype = dtype_of
     names: dict[Any, list[str]] = {}
-    is_builtin = interpreter.tl.core.is_builtin
+    is_builtin = tl.core.is_builtin
 
     def patch_builtin(package: Any, *rest: Any) -> None:
         if package not in names:
