@@ -100,6 +100,10 @@ class Wrapping:
             for home in dict.fromkeys([self.mesh, *self.homes])
         }
 
+    def num_shards(self, home: DeviceMesh) -> int:
+        """Into how many shards main weights are cut over a mesh."""
+        return self.ranks[home].num_shards(self.placements.main)
+
     def refuse(self, problems: Sequence[str], options: str, notes: Sequence[str]) -> None:
         """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
         ranks wrap different things. ``notes``: a text for each parameter, beside what it is."""

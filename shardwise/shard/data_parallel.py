@@ -32,7 +32,6 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
-from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.buckets import plan_elements, plan_matrices
 from shardwise.shard.building import PlannedBuffer, Wrapping
@@ -40,7 +39,6 @@ from shardwise.shard.checks import bucket_problems, check_types, option_problems
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.unit import Phase, Unit
 from shardwise.shard.wrapped import Place
-from shardwise.shard.wrapping import Found
 from shardwise.streams import annotate
 
 M = TypeVar("M", bound=nn.Module)
@@ -121,20 +119,9 @@ def data_parallel(
             for f, home in zip(found, job.homes, strict=True)
         ],
     )
-    buffers = planned_buckets(
-        found,
-        routes,
-        job.homes,
-        [one.format for one in stored],
-        {home: over.num_shards(placements.main) for home, over in job.ranks.items()},
-        settings,
-        bucket_mb,
-        kernels_everywhere(job.device, job.ranks[mesh].axes),
-        grain,
-    )
     job.install(
         BucketedUnit,
-        buffers,
+        _planned_buckets(job, routes, settings, bucket_mb, grain),
         divisors={home: float(mesh.size()) for home in job.ranks if home != mesh},
         release_after_forward=None,
         kept_axis=None,
@@ -149,29 +136,25 @@ def data_parallel(
 # ------------------------------------------------------------------------------ planning
 
 
-def planned_buckets(
-    found: Sequence[Found],
+def _planned_buckets(
+    job: Wrapping,
     routes: Mapping[int, Route],
-    homes: Sequence[DeviceMesh],
-    formats: Sequence[Format | None],
-    num_shards: Mapping[DeviceMesh, int],
     settings: MuonSettings,
     bucket_mb: float,
-    measured: bool,
-    grain: Any = None,
+    grain: Grain | str | None,
 ) -> list[PlannedBuffer]:
-    """The buckets, in the order in which backward fills them.
-
-    ``homes``: the mesh of each parameter. Backward is taken to meet parameters in the reverse order
-    of their registration.
-    """
+    """The buckets, in the order in which backward fills them, which is taken to meet parameters in
+    the reverse order of their registration."""
+    found = job.found
+    measured = kernels_everywhere(job.device, job.ranks[job.mesh].axes)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position in reversed(range(len(found))):
-        parameter = found[position].parameter
+        parameter, home = found[position].parameter, job.homes[position]
+        format = job.stored[position].format
         # A frozen matrix has no optimizer that could need it whole.
         whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
         trained, uneven = parameter.requires_grad, found[position].uneven
-        key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
+        key = (home, parameter.dtype, trained, whole, format, uneven)
         alike.setdefault(key, []).append(position)
     # The grains of matrices; what is no matrix is cut anywhere.
     seen = [routes[id(one.parameter)].shape_of(one.shape) for one in found]
@@ -187,7 +170,7 @@ def planned_buckets(
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         items = [every[position] for position in positions]
         if not whole:
-            buckets = plan_elements(items, num_shards[home], bucket_size) if items else []
+            buckets = plan_elements(items, job.num_shards(home), bucket_size) if items else []
         else:
             costs = [
                 matrix_cost(one.shape, routes[id(one)], settings, measured=measured)
@@ -196,7 +179,7 @@ def planned_buckets(
             others = alike.get((home, dtype, trained, False, format, uneven), [])
             fill = [every[position] for position in others]
             buckets = plan_matrices(
-                items, costs, num_shards[home], bucket_size, fill=fill, grain=grain
+                items, costs, job.num_shards(home), bucket_size, fill=fill, grain=grain
             )
             positions += others
         for bucket in buckets:

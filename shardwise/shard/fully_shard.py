@@ -32,10 +32,10 @@ from shardwise.shard.checks import (
     placement_problems,
     step_problems,
 )
-from shardwise.shard.formats import item_of, lay_out, stored_as
+from shardwise.shard.formats import item_of, lay_out
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import Found, GrainChoice, grain_of
+from shardwise.shard.wrapping import GrainChoice, grain_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -129,13 +129,7 @@ def fully_shard(
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     job.install(
         Unit,
-        planned_groups(
-            found,
-            {home: over.num_shards(placements.main) for home, over in job.ranks.items()},
-            grain,
-            precision,
-            job.homes,
-        ),
+        _planned_groups(job, grain),
         # Gradients of experts are sums over the tokens of all ranks.
         divisors={
             home: float(home.size() * over.others.size)
@@ -160,26 +154,20 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 # ------------------------------------------------------------------------------ choices
 
 
-def planned_groups(
-    found: Sequence[Found],
-    num_shards: Mapping[DeviceMesh, int],
-    grain: GrainChoice | None,
-    precision: Precision,
-    homes: Sequence[DeviceMesh],
-) -> list[PlannedBuffer]:
-    """The buffers of a unit. Parameters share one that are alike in mesh (``homes``), dtype,
-    format, trainability and in whether tensor parallelism cut them unevenly; parameters whose rows
-    fit badly together get several."""
+def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuffer]:
+    """The buffers of a unit. Parameters share one that are alike in mesh, dtype, format,
+    trainability and in whether tensor parallelism cut them unevenly; parameters whose rows fit
+    badly together get several."""
+    found = job.found
     alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
-    for position, f in enumerate(found):
-        format = stored_as(f, precision).format
-        key = (homes[position], f.parameter.dtype, f.parameter.requires_grad, format, f.uneven)
+    for position, (f, home, stored) in enumerate(zip(found, job.homes, job.stored, strict=True)):
+        key = (home, f.parameter.dtype, f.parameter.requires_grad, stored.format, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
     for (home, _, _, format, _), positions in alike.items():
         items = tuple(item_of(found[position], grain, format) for position in positions)
         finer = grain is None and format is None
-        for members, layout in _laid_out(items, num_shards[home], format, finer):
+        for members, layout in _laid_out(items, job.num_shards(home), format, finer):
             chosen = tuple(positions[member] for member in members)
             groups.append(PlannedBuffer(chosen, layout, format, home))
     padding = sum(group.layout.padding for group in groups)
@@ -187,7 +175,7 @@ def planned_groups(
     if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
         raise ValueError(
             f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
-            f"unit, whole on {num_shards[homes[0]]} ranks, would pad it by "
+            f"unit, whole on {job.num_shards(job.homes[0])} ranks, would pad it by "
             f"{100 * padding / payload:.0f} %, over {100 // PROMISED_PADDING} %: wrap larger "
             f"units, use sw.data_parallel or fewer ranks, or leave grain out"
         )

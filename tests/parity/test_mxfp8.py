@@ -259,15 +259,15 @@ def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]
     """Owners by bucket, and gathers of each step; ``mixed``: buckets planned as if all parameters
     had one owner."""
     module = sys.modules["shardwise.shard.data_parallel"]  # sw.data_parallel is the function
-    plan = module.planned_buckets
+    plan = module._planned_buckets
     one_owner = Route(kind="elementwise", reason="for everybody")
 
-    def wrong(found: Any, routes: Any, *rest: Any) -> Any:
-        return plan(found, dict.fromkeys(routes, one_owner), *rest)
+    def wrong(job: Any, routes: Any, *rest: Any) -> Any:
+        return plan(job, dict.fromkeys(routes, one_owner), *rest)
 
     model = make(True)
     sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
-    with mock.patch.object(module, "planned_buckets", wrong if mixed else plan):
+    with mock.patch.object(module, "_planned_buckets", wrong if mixed else plan):
         sw.data_parallel(
             model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True),
             overlap_gather="step",
