@@ -342,9 +342,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like torch's; momentum that was saved in the other form is converted. Parameters
         that have the saved ones' names, in another order, get the states of their names."""
-        wanted = [group.get("momentum_form", "") for group in self.param_groups]
-        functions = [group.get("function") for group in self.param_groups]
-        kinds = [group.get("function", group["kind"]) for group in self.param_groups]
+        mine = self.param_groups
+        kinds = [group.get("function", group["kind"]) for group in mine]
         saved = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
         if kinds != saved:
             raise ValueError(
@@ -352,23 +351,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
         super().load_state_dict(state_dict | {"param_groups": self._by_name(state_dict)})
-        for function, group in zip(functions, self.param_groups, strict=True):
-            group |= {"function": function} if function is not None else {}  # of that name this one
+        # The groups stay the same objects, which matrices know: ownership is not planned again.
+        loaded, self.param_groups = self.param_groups, mine
+        for group, new in zip(mine, loaded, strict=True):
+            own = {key: group[key] for key in ("function", "momentum_form") if key in group}
+            group.clear()
+            group.update(new | own)
         self._make_states()
-        for form, group in zip(wanted, self.param_groups, strict=True):
-            if group["kind"] != "matrix":
-                continue
-            for parameter in group["params"]:
+        for group, new in zip(mine, loaded, strict=True):
+            for parameter in group["params"] if group["kind"] == "matrix" else ():
                 buffer = local_of(self.state[parameter]["momentum_buffer"])
-                convert_momentum(buffer, group["momentum"], group["momentum_form"], form)
-            group["momentum_form"] = form
-        # The groups are new objects; ownership is not planned again, which would be collective.
-        by_parameter = {
-            id(parameter): group for group in self.param_groups for parameter in group["params"]
-        }
-        for matrices in self._matrix_groups or ():
-            for one in matrices.members:
-                one.group = by_parameter[id(one.parameter)]
+                forms = (new["momentum_form"], group["momentum_form"])
+                convert_momentum(buffer, group["momentum"], *forms)
         self.half_step = None
 
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
