@@ -33,6 +33,7 @@ from shardwise.optim.gradients import (
     divide,
     division_of,
     measure_clip,
+    moved_state,
     quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
@@ -64,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     marks_writes = True  # buffer by buffer, as soon as each is done: its gather may begin then
     compares_gradients = True  # between ranks, before each step
+    places_states = True  # those of matrices lie on owners, or are divided between replicas
 
     def __init__(
         self,
@@ -147,8 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         somebody dropped them (``optimizer.state.clear()``)."""
         for group in self.param_groups:
             for parameter in group["params"] if group["kind"] == "elementwise" else ():
-                if not self.state[parameter]:
-                    self.state[parameter] = adamw.new_state(parameter, group["fused"])
+                state = self.state[parameter] or adamw.new_state(parameter, group["fused"])
+                self.state[parameter] = {k: moved_state(parameter, v) for k, v in state.items()}
         for matrices in self._matrix_groups or ():
             for one in matrices.members:
                 self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
