@@ -14,7 +14,7 @@
     operations      on ShardedTensors are asked of them, on torch before 2.13 too
 
 Importing this file is what changes it. An optimizer that does a part of this itself says so by an
-attribute: ``compares_gradients``, ``marks_writes``.
+attribute: ``compares_gradients``, ``marks_writes``, ``places_states``.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
             state: dict[str, Any] = optimizer.state.get(parameter, {}) if ours else {}
             for name, value in sorted(state.items()):
                 foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
-                if type(value) is ShardedTensor:  # replicas may divide the states of matrices
-                    whole = parameter.cut.index not in getattr(parameter.version, "divisions", ())
-                    foreign = whole and not parameter.cut.matches(value.cut)
+                if type(value) is ShardedTensor and not getattr(optimizer, "places_states", False):
+                    foreign = not parameter.cut.matches(value.cut)
                 if foreign and value.ndim and value.shape == parameter.shape:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 

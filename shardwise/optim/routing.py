@@ -155,8 +155,8 @@ def route(
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))
     stepped = {id(p) for one in BUILT for group in one.param_groups for p in group["params"]}
-    changed = [name for name, p in names.items() if recorded(p) != routes[name]]
-    if late := [name for name in changed if id(names[name]) in stepped]:
+    kept = ((name, p) for name, p in names.items() if id(p) in stepped)
+    if late := [name for name, p in kept if recorded(p) != routes[name]]:
         warn_once(
             logger,
             "sw.route after sw.optimizer: an optimizer that was built keeps its routes (of '%s' "

@@ -33,6 +33,7 @@ from shardwise.optim.gradients import (
     divide,
     division_of,
     measure_clip,
+    moved_state,
     quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
@@ -64,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     marks_writes = True  # buffer by buffer, as soon as each is done: its gather may begin then
     compares_gradients = True  # between ranks, before each step
+    places_states = True  # those of matrices lie on owners, or are divided between replicas
 
     def __init__(
         self,
@@ -147,8 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         somebody dropped them (``optimizer.state.clear()``)."""
         for group in self.param_groups:
             for parameter in group["params"] if group["kind"] == "elementwise" else ():
-                if not self.state[parameter]:
-                    self.state[parameter] = adamw.new_state(parameter, group["fused"])
+                state = self.state[parameter] or adamw.new_state(parameter, group["fused"])
+                self.state[parameter] = {k: moved_state(parameter, v) for k, v in state.items()}
         for matrices in self._matrix_groups or ():
             for one in matrices.members:
                 self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
@@ -342,9 +344,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like torch's; momentum that was saved in the other form is converted. Parameters
         that have the saved ones' names, in another order, get the states of their names."""
-        wanted = [group.get("momentum_form", "") for group in self.param_groups]
-        functions = [group.get("function") for group in self.param_groups]
-        kinds = [group.get("function", group["kind"]) for group in self.param_groups]
+        mine = self.param_groups
+        kinds = [group.get("function", group["kind"]) for group in mine]
         saved = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
         if kinds != saved:
             raise ValueError(
@@ -352,23 +353,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
         super().load_state_dict(state_dict | {"param_groups": self._by_name(state_dict)})
-        for function, group in zip(functions, self.param_groups, strict=True):
-            group |= {"function": function} if function is not None else {}  # of that name this one
+        # The groups stay the same objects, which matrices know: ownership is not planned again.
+        loaded, self.param_groups = self.param_groups, mine
+        for group, new in zip(mine, loaded, strict=True):
+            own = {key: group[key] for key in ("function", "momentum_form") if key in group}
+            group.clear()
+            group.update(new | own)
         self._make_states()
-        for form, group in zip(wanted, self.param_groups, strict=True):
-            if group["kind"] != "matrix":
-                continue
-            for parameter in group["params"]:
+        for group, new in zip(mine, loaded, strict=True):
+            for parameter in group["params"] if group["kind"] == "matrix" else ():
                 buffer = local_of(self.state[parameter]["momentum_buffer"])
-                convert_momentum(buffer, group["momentum"], group["momentum_form"], form)
-            group["momentum_form"] = form
-        # The groups are new objects; ownership is not planned again, which would be collective.
-        by_parameter = {
-            id(parameter): group for group in self.param_groups for parameter in group["params"]
-        }
-        for matrices in self._matrix_groups or ():
-            for one in matrices.members:
-                one.group = by_parameter[id(one.parameter)]
+                forms = (new["momentum_form"], group["momentum_form"])
+                convert_momentum(buffer, group["momentum"], *forms)
         self.half_step = None
 
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
