@@ -387,6 +387,6 @@ def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine)
             for group in unit.groups if unit.ep == ep else ():
                 here = group.state_bytes(counted)
                 beside = [a + len(unit.names) * b for a, b in zip(beside, here, strict=True)]
-        shards = [beside[own.shard(options.placements.main, r)] for r in range(own.num_ranks)]
-        found.append([nbytes for nbytes in shards for _ in range(ep)])
+        held = own.shards(options.placements.main)
+        found.append([beside[shard] for shard in held for _ in range(ep)])
     return summed(found)

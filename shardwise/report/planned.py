@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -76,10 +77,11 @@ class Mesh:
     def coordinate(self, rank: int) -> tuple[int, ...]:
         return tuple(map(int, numpy.unravel_index(rank, self.sizes)))
 
-    def shard(self, placements: Sequence[Placement], rank: int) -> int:
-        """The one shard that a rank holds."""
-        shards = self.num_shards(placements)
-        return shard_range(placements, self.sizes, self.coordinate(rank), shards)[0]
+    def shards(self, placements: Sequence[Placement]) -> list[int]:
+        """The one shard that each rank holds."""
+        count = self.num_shards(placements)
+        every = itertools.product(*map(range, self.sizes))
+        return [shard_range(placements, self.sizes, at, count)[0] for at in every]
 
     def __str__(self) -> str:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))

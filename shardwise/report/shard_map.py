@@ -85,8 +85,9 @@ def rows_of(options: Options, ep: int) -> list[tuple[int, str]]:
     if shards == 1:
         return [(0, "rank 0" if each == 1 else f"all {each} ranks")]
     found: dict[int, list[int]] = {shard: [] for shard in chosen_shards(shards)}
+    held = mesh.shards(main)
     for rank in range(ranks):
-        holders = found.get(mesh.shard(main, rank // ep))
+        holders = found.get(held[rank // ep])
         if holders is not None and len(holders) < 4:
             holders.append(rank)
     plural, more = "s" if each > 1 else "", ", ..." if each > 4 else ""
