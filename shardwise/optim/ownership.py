@@ -155,6 +155,9 @@ def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
         count = max(-(-WIDTH * sum(one.numel for one in held) // ROUND_BYTES) for held in every)
         busy = [sum(one.cost for one in held) // max(one.cost for one in held) for held in every]
         limit = max(map(len, every)) if waits else min(busy)
+        if count >= limit:  # there is no choice, and the peak need not be known
+            found += _cut(plan, members, limit)
+            continue
         tried: list[tuple[int, list[tuple[int, ...]]]] = []
         while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
             count = count + 1 + count // 8 if tried else count
