@@ -288,12 +288,8 @@ def kernel_tables() -> Iterator[Table]:
         x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         for turned in (1, 128):
             found = fp8_block.empty(x, True, turned)
-            for tile in kernels.TILES if shape == SHAPES[2] else kernels.TILES[:1]:
-                run = partial(
-                    kernels.quantise, x, found[:2], found[2:], tile=tile, square=turned == 128
-                )
-                name = f"quantise, both planes, turned {turned}x128"
-                add(name, shape, f"{tile.warps}, {tile.tokens}, {tile.pairs}", 2 * x.nbytes, run)
+            run = partial(kernels.quantise, x, found[:2], found[2:], square=turned == 128)
+            add(f"quantise, both planes, turned {turned}x128", shape, "", 2 * x.nbytes, run)
         run = lambda x=x, f=found: kernels.quantise(x, f[:2], None)  # noqa: E731
         add("quantise, rows", shape, "", x.nbytes * 3 // 2, run)
         main = torch.randn(shape[0] // 4, shape[1], device="cuda")
@@ -386,30 +382,41 @@ def product_table() -> Iterator[Table]:
 
 
 def swiglu_table() -> Iterator[Table]:
-    """SwiGLU that writes codes, beside a compiled one and the quantiser after it."""
-    from shardwise.kernels import fp8_swiglu
+    """SwiGLU and its gradient that write codes, beside compiled ones and the quantiser after."""
     from shardwise.precision import fp8_block
 
     rows: list[Row] = []
-    plain = torch.compile(lambda gate, up: nn.functional.silu(gate) * up)
+    silu, of_silu = nn.functional.silu, torch.ops.aten.silu_backward.default
+    plain = torch.compile(lambda gate, up: silu(gate) * up, dynamic=False)
+    back = torch.compile(
+        lambda dh, gate, up: (of_silu(dh * up, gate), dh * silu(gate)), dynamic=False
+    )
     for tokens, hidden in ((16384, 5632), (16384, 14336)):
-        gate, up = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16().chunk(2, 1)
-        h = fp8_block.empty(gate, True, 128)
-        runs: dict[str, Callable[[], object]] = {
-            "compiled, then quantised": lambda g=gate, u=up: fp8_block.quantise(
-                plain(g, u), True, 128, "exact"
-            ),  # type: ignore[misc]
-            "written as codes": partial(fp8_swiglu.swiglu, gate, up, h),
+        gate, up, dh = torch.randn(tokens, 3 * hidden, device="cuda").bfloat16().chunk(3, 1)
+        of_h = (dh.contiguous(), gate, up)
+        runs: dict[str, tuple[int, Callable[[], object]]] = {
+            "compiled, then quantised": (
+                6,
+                lambda g=gate, u=up: fp8_block.quantise(plain(g, u), True, 128, "exact"),  # type: ignore[misc]
+            ),
+            "written as codes": (6, partial(fp8_block.quantise_swiglu, gate, up, "exact")),
+            "gradient compiled, then quantised": (
+                10,
+                lambda of_h=of_h: fp8_block.quantise_beside(back(*of_h), True, "exact"),  # type: ignore[misc]
+            ),
+            "gradient written as codes": (
+                10,
+                partial(fp8_block.quantise_swiglu_backward, *of_h, True, "exact"),
+            ),
         }
-        for name, run in runs.items():
+        for name, (moved, run) in runs.items():
             time = milliseconds(run)
-            moved = 6 * tokens * hidden
             row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name, "us": 1e3 * time}
-            rows.append(row | {"rate": moved / time * 1e-9})
+            rows.append(row | {"rate": moved * tokens * hidden / time * 1e-9})
     columns = {"shape": ("shape", "s"), "kernel": ("kernel", "s")}
     yield Table(
         title="SwiGLU",
-        note="Codes in both orientations. TB/s: of gate, up and codes.",
+        note="Codes in both orientations. TB/s: of gate, up, the gradient of h, and codes.",
         columns=columns | {"us": ("us", ".1f"), "rate": ("TB/s", ".2f")},
         rows=rows,
     )

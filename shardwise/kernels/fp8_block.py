@@ -9,9 +9,8 @@
       or of the tile, turned   -->  turned [features, tokens]   scales [features/128, tokens/128]
 
 Both operands of an fp8 product have the summed dimension innermost, so the weight's gradient, which
-sums over tokens, reads turned codes. A tile is read twice, the second time out of the cache, a
-part at a time: few registers, so that several programs share a processor and some load while others
-compute. Two neighbours of a row are one word of 32 bits.
+sums over tokens, reads turned codes. A tile is held in registers, two neighbours of a row as one
+word of 32 bits, and four tokens in one thread: their codes are one word that is turned.
 
 The bits are those of ``precision/fp8.py``. Tokens past the last fill up the last tile as zeros.
 """
@@ -35,30 +34,8 @@ from shardwise.kernels.mxfp8 import bf16_bits, casts_natively, scale_and_inverse
 WIDE = 128
 
 
-class Tile(NamedTuple):
-    """How a tile of 128 x 128 is worked on: first some tokens at a time, then some features."""
-
-    warps: int
-    tokens: int = 64
-    pairs: int = 16  # of features
-    registers: int | None = None  # limit for each thread; None: the compiler's choice
-
-
-# `python -m benchmarks.fp8_steps` tries all of them for both planes. On an H200 eight others, of 2
-# to 16 warps, came to 32 to 72 % of a copy, and these to 77.6, 77.0 and 71.6 %. The first is the
-# fastest where tiles are turned with one scale, the second, by 13 to 16 %, with one for each line;
-# of parts that lie side by side (query, key, value; gate, up) the first, by 5 to 7 %.
-TILES = (
-    Tile(warps=4, tokens=128, pairs=32),
-    Tile(warps=4, tokens=64, pairs=64),
-    Tile(warps=4, tokens=64, pairs=32),
-)
-LINES_TILE = TILES[1]
-ENCODE_TILE = Tile(warps=16, registers=64)
-
-
 @triton.jit
-def block_scale(largest, rceil: tl.constexpr):
+def block_scale(largest, rceil: tl.constexpr, native: tl.constexpr = False):
     """fp32 scales and their inverses for magnitudes with these bits (bf16 as the upper half)."""
     if rceil:
         byte, inverse = scale_and_inverse(largest, True)
@@ -68,108 +45,163 @@ def block_scale(largest, rceil: tl.constexpr):
         # 0x0D800000: 2^-100. NaN and infinities mark their block.
         known = tl.maximum(largest, 0x0D800000).to(tl.float32, bitcast=True)
         scale = tl.where(largest >= 0x7F800000, float("nan"), known * 0.002232142956927419)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        if native:  # the same bits without a check for subnormals: there are none
+            inverse = tl.inline_asm_elementwise(
+                "{.reg .f32 y, e; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000;"
+                " neg.f32 e, e; fma.rn.f32 $0, y, e, y;}",
+                "=f,f", [scale], tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return scale, inverse
 
 
 @triton.jit
-def row_largest(raw):
-    """The largest magnitudes of rows of words."""
-    largest = tl.maximum((raw << 16) & 0x7FFF0000, raw & 0x7FFF0000)
-    return tl.max(largest, axis=1, keep_dims=True)
+def _load_words(ptr, token, stride, tokens, even: tl.constexpr):
+    place, inside = token * stride + tl.arange(0, 64)[None, :], None if even else token < tokens
+    return tl.load(ptr + place, mask=inside, other=None if even else 0)
 
 
 @triton.jit
-def write_rows(raw, largest, ptr, place, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
-    """Write codes and scales of rows of 64 words, of two bf16 each: of an even feature, then of an
-    odd one."""
-    scale, inverse = block_scale(largest, rceil)
-    first = (raw << 16).to(tl.float32, bitcast=True)
-    second = (raw & -65536).to(tl.float32, bitcast=True)
-    if native:  # two at once; Triton 3.6 joins codes of its own casts into wrong words
+def load_tile(ptr, stride, tokens, even: tl.constexpr):
+    """Words [32, 64], of two neighbours in bf16 each, of the tokens 0, 4, 8, ... of a tile, of
+    1, 5, 9, ..., and so on; zeros past the last of ``tokens``. Rows lie ``stride`` words apart."""
+    token = 4 * tl.arange(0, 32)[:, None]
+    return (
+        _load_words(ptr, token, stride, tokens, even),
+        _load_words(ptr, token + 1, stride, tokens, even),
+        _load_words(ptr, token + 2, stride, tokens, even),
+        _load_words(ptr, token + 3, stride, tokens, even),
+    )
+
+
+@triton.jit
+def low(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger(first, second, native: tl.constexpr = True):
+    """The larger magnitudes of two words of two bf16 each; natively with any sign."""
+    if native:
         words = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f",
-            [second * inverse, first * inverse], dtype=tl.int16, is_pure=True, pack=1,
+            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], tl.int32,
+            is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        first = to_codes(first, inverse, True, False)
-        second = to_codes(second, inverse, True, False)
-        words = first.to(tl.int16) | (second.to(tl.int16) << 8)
-    tl.store(ptr + place, words)
-    tl.store(scales_ptr, scale)
+        lower = tl.maximum(first & 0x7FFF, second & 0x7FFF)
+        words = lower | tl.maximum(first & 0x7FFF0000, second & 0x7FFF0000)
+    return words
 
 
 @triton.jit
-def write_turned(
-    raw, ptr, place, padded, scales_ptr, inverse, square: tl.constexpr, rceil: tl.constexpr,
+def _largest(words, axis: tl.constexpr, native: tl.constexpr):
+    if native:
+        words = tl.reduce(words, axis, _larger, keep_dims=True)
+    else:
+        lower = tl.max(words & 0x7FFF, axis, keep_dims=True)
+        words = lower | tl.max(words & 0x7FFF0000, axis, keep_dims=True)
+    return words
+
+
+@triton.jit
+def _two(first, second, native: tl.constexpr):
+    """Codes of two values, as one word."""
+    if native:  # Triton 3.6 joins codes of its own casts into wrong words
+        codes = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [first, second], tl.int16,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first, second = to_codes(first, 1.0, True, False), to_codes(second, 1.0, True, False)
+        codes = first.to(tl.int16) | (second.to(tl.int16) << 8)
+    return codes
+
+
+@triton.jit
+def _write_rows(a, b, ptr, place, step, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
+    """Write codes and scales of two rows; returns their largest magnitudes as one word, for half
+    the steps between threads."""
+    even, odd = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
+    largest = _largest(_larger(even, odd, native), 1, native)
+    scale, inverse = block_scale((largest << 16) & 0x7FFF0000, rceil, native)
+    tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native))
+    tl.store(scales_ptr, scale)
+    scale, inverse = block_scale(largest & 0x7FFF0000, rceil, native)
+    tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native))
+    tl.store(scales_ptr + 1, scale)
+    return largest
+
+
+@triton.jit
+def _turned(a, b, c, d, inverse, native: tl.constexpr):
+    """Codes of four neighbouring tokens as one word, turned."""
+    codes = _two(a * inverse, b * inverse, native).to(tl.int32) & 0xFFFF
+    return tl.trans(codes | (_two(c * inverse, d * inverse, native).to(tl.int32) << 16))
+
+
+@triton.jit
+def write_tile(
+    a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, total,
+    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
     native: tl.constexpr,
 ):  # fmt: skip
-    """Write the words of 128 tokens turned; each line has a scale, or all share ``inverse``.
-    ``place``: from ``ptr``, in 32 bits, which take half the registers of addresses."""
-    turned = tl.trans(raw)  # [pairs, 128]
-    first, second = turned << 16, turned & -65536
-    if not square:
-        scale, inverse = block_scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
-        tl.store(scales_ptr, scale)
-    codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(ptr + place, codes)
-    if not square:
-        scale, inverse = block_scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
-        tl.store(scales_ptr + 1, scale)
-    codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(ptr + padded + place, codes)
+    """Write the planes that are wanted of a tile in words, as :func:`load_tile` returns them."""
+    quad, pair = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
+    if rows:
+        # 64 bits where the tile begins, 32 inside it: half the registers for addresses.
+        codes_ptr += band.to(tl.int64) * 64 * total + strip * 64
+        scales_ptr += strip.to(tl.int64) * padded + band * 128 + 4 * quad
+        step = total // 2
+        place = 4 * quad * step + pair
+        left = _write_rows(a, b, codes_ptr, place, step, scales_ptr, rceil, native)
+        place += 2 * step
+        right = _write_rows(c, d, codes_ptr, place, step, scales_ptr + 2, rceil, native)
+    if columns:
+        quarter = padded // 4
+        turned_ptr += strip.to(tl.int64) * 128 * quarter + band * 32
+        if square:
+            words = _largest(_larger(left, right, native), 0, native)
+            words = _larger(words, words >> 16, False)
+            scale, first = block_scale(words << 16, rceil, native)
+            second = first
+            corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
+            tl.store(turned_scales_ptr + corner, scale)
+        else:
+            words = _larger(_larger(a, b, native), _larger(c, d, native), native)
+            words = _largest(words, 0, native)
+            turned_scales_ptr += band.to(tl.int64) * total + strip * 128 + 2 * pair
+            scale, first = block_scale((words << 16) & 0x7FFF0000, rceil, native)
+            tl.store(turned_scales_ptr, scale)
+            scale, second = block_scale(words & 0x7FFF0000, rceil, native)
+            tl.store(turned_scales_ptr + 1, scale)
+        at = tl.trans(2 * pair * quarter) + tl.trans(quad)
+        tl.store(turned_ptr + at, _turned(low(a), low(b), low(c), low(d), first, native))
+        odd = _turned(high(a), high(b), high(c), high(d), second, native)
+        tl.store(turned_ptr + quarter + at, odd)
 
 
 @triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features, total,
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr, even: tl.constexpr, alone: tl.constexpr, high: tl.constexpr,
-    wide: tl.constexpr,
+    native: tl.constexpr, even: tl.constexpr, alone: tl.constexpr,
 ):  # fmt: skip
-    strips = features // 128
+    strips, stride = features // 128, features // 2
     if alone:
         total = features
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    # 64 bits where the tile begins, 32 inside it: half the registers for addresses.
-    start = band.to(tl.int64) * 64 * features + strip * 64
-    into_codes = codes_ptr + band.to(tl.int64) * 64 * total + strip * 64
-    whole = tl.zeros([1, 1], tl.int32)  # the largest of the tile
-    if rows:
-        for part in range(128 // high):
-            token, pair = part * high + tl.arange(0, high)[:, None], tl.arange(0, 64)[None, :]
-            place = token * (features // 2) + pair
-            if even:  # words of two bf16: of an even feature, then of an odd one
-                raw = tl.load(x_ptr + start + place)
-            else:
-                raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
-            largest = row_largest(raw)
-            if square:
-                whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
-            write_rows(
-                raw, largest, into_codes, token * (total // 2) + pair,
-                scales_ptr + strip.to(tl.int64) * padded + band * 128 + token, rceil, native,
-            )  # fmt: skip
-    if columns:
-        into = turned_ptr + strip.to(tl.int64) * 128 * padded + band * 128
-        scales = turned_scales_ptr + band.to(tl.int64) * total + strip * 128
-        inverse = 0.0
-        if square:
-            scale, inverse = block_scale(whole, rceil)
-            # A name of its own: Triton takes a variable from before a loop for one of the loop.
-            corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
-            tl.store(turned_scales_ptr + corner, scale)
-        for part in range(64 // wide):  # the tile again, out of the cache
-            token, pair = tl.arange(0, 128)[:, None], part * wide + tl.arange(0, wide)[None, :]
-            place = token * (features // 2) + pair
-            if even:
-                raw = tl.load(x_ptr + start + place)
-            else:
-                raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
-            write_turned(
-                raw, into, tl.trans(pair * 2 * padded) + tl.trans(token), padded,
-                scales + tl.trans(pair * 2), inverse, square, rceil, native,
-            )  # fmt: skip
+    x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
+    a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even)
+    write_tile(
+        a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
+        total, rows, columns, square, rceil, native,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,8 +264,6 @@ def quantise(
     *,
     square: bool = False,  # of turned, with both: fp32 [features / 128, padded / 128]
     rounding: str = "exact",
-    native: bool | None = None,
-    tile: Tile | None = None,
 ) -> None:
     """Fill the planes that are given, which may be the part of x in wider ones; ``padded``: the
     tokens, up to a multiple of 128."""
@@ -243,18 +273,16 @@ def quantise(
     if not tokens:
         return
     codes, scales = (planes[0].view(torch.int16), planes[1]) if planes else (x, x)
+    others, other_scales = (turned[0].view(torch.int32), turned[1]) if turned else (x, x)
     total = features
     if planes or turned:
         total = planes[0].stride(0) if planes else turned[1].stride(0)  # type: ignore[index]
-    if tile is None:
-        tile = TILES[0] if square or turned is None or total != features else LINES_TILE
     run(
         _quantise_kernel, (padded // WIDE * (features // WIDE),),
-        x.view(torch.int32), codes, scales, *(turned or (x, x)), tokens, padded, features, total,
+        x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features, total,
         rows=planes is not None, columns=turned is not None, square=square,
-        rceil=rounding == "rceil", native=casts_natively(x.device) if native is None else native,
-        even=tokens == padded, alone=total == features, high=tile.tokens, wide=tile.pairs,
-        num_warps=tile.warps, maxnreg=tile.registers,
+        rceil=rounding == "rceil", native=casts_natively(x.device),
+        even=tokens == padded, alone=total == features, num_warps=8 if square else 4,
     )  # fmt: skip
 
 
@@ -304,8 +332,6 @@ def encode(
     *,
     tiles: Tiles | None = None,
     rounding: str = "exact",
-    native: bool | None = None,
-    tile: Tile = ENCODE_TILE,
 ) -> None:
     """Encode one matrix, or ``tiles`` of many that lie in flat tensors."""
     columns, count = WIDE, 0 if tiles is None else tiles.entries.shape[1]
@@ -321,9 +347,7 @@ def encode(
             _raw(x), codes, scales, largest, x if tiles is None else tiles.entries, count, columns,
             listed=tiles is not None, measures=measures,
             shared=owners is not None and not measures, wide=x.dtype == torch.float32,
-            rceil=rounding == "rceil",
-            native=casts_natively(x.device) if native is None else native,
-            num_warps=tile.warps, maxnreg=tile.registers,
+            rceil=rounding == "rceil", native=casts_natively(x.device), num_warps=16, maxnreg=64,
         )  # fmt: skip
         if measures and owners is not None:
             every = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
@@ -364,7 +388,6 @@ def quantise_rows(
     scales: Tensor,  # fp32 [rows]
     *,
     rounding: str = "exact",
-    native: bool | None = None,
 ) -> None:
     """One scale for each row."""
     rows, columns = x.shape
@@ -374,6 +397,5 @@ def quantise_rows(
         run(
             _rows_kernel, (triton.cdiv(rows, high),),
             x.view(torch.int16), codes, scales, rows, columns, high=high, wide=wide,
-            rceil=rounding == "rceil",
-            native=casts_natively(x.device) if native is None else native, num_warps=8,
+            rceil=rounding == "rceil", native=casts_natively(x.device), num_warps=8,
         )  # fmt: skip

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""silu(gate) · up as fp8 codes in both orientations, rows in 1x128 and turned in 128x128: see
-``fp8_block.py``.
+"""SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_block.py``.
 
-A tile of 128 x 128 is computed once for each orientation, the second time out of the cache: the
-memory takes longer than either. Values are computed in fp32 and rounded to bf16 before they become
-codes.
+::
+
+    forward     gate, up       ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
+    backward    dh, gate, up   ->  dgate, dup               rows in 1x128, turned in 1x128
+
+Values are computed once, in fp32, and rounded to bf16 before they become codes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -18,24 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.fp8_block import (
-    WIDE,
-    Tile,
-    block_scale,
-    row_largest,
-    write_rows,
-    write_turned,
-)
+from shardwise.kernels.fp8_block import WIDE, high, load_tile, low, write_tile
 from shardwise.kernels.grouped import interpreted
 from shardwise.kernels.grouped_activation import sigmoid
 from shardwise.kernels.launch import run
 from shardwise.kernels.mxfp8 import bf16_bits
+from shardwise.kernels.symmetric import multiprocessors
 
-Planes = Sequence[Tensor]  # codes, scales, turned, turned scales
-# On an H200, of 16384x14336: 426 us, five other tiles took 452 to 539; in a step 448 instead of 583
-# for torch's SwiGLU and the quantiser after it. For the gradients of gate and up such a kernel
-# took as long (1126) as torch's and the quantiser.
-TILE = Tile(warps=8, tokens=64, pairs=64)
+# Tiles of which backward loads some ahead; forward has a program for each tile. On an H200, of
+# 16384x14336, backward took 740 us, with two tiles 911, and torch's SwiGLU and the quantiser after
+# it 1125; forward 355, torch's and the quantiser 574. Fewer warps or registers took longer.
+STAGES = 3
 
 
 @triton.jit
@@ -47,95 +42,110 @@ def _words(first, second, assembly: tl.constexpr):
             pack=1,
         )  # fmt: skip
     else:
-        low = bf16_bits(first.to(tl.int32, bitcast=True), True) >> 16
-        words = (low & 0xFFFF) | bf16_bits(second.to(tl.int32, bitcast=True), True)
+        lower = bf16_bits(first.to(tl.int32, bitcast=True), True) >> 16
+        words = (lower & 0xFFFF) | bf16_bits(second.to(tl.int32, bitcast=True), True)
     return words
 
 
 @triton.jit
-def _low(words):
-    return (words << 16).to(tl.float32, bitcast=True)
+def _h(gate, up, assembly: tl.constexpr):
+    even = low(gate) * sigmoid(low(gate), assembly) * low(up)
+    return _words(even, high(gate) * sigmoid(high(gate), assembly) * high(up), assembly)
 
 
 @triton.jit
-def _high(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _values(
-    gate_ptr, up_ptr, place, gate_stride, up_stride, token, inside, even: tl.constexpr,
-    assembly: tl.constexpr,
-):  # fmt: skip
-    """The words of h; rows lie ``gate_stride`` and ``up_stride`` words apart."""
-    if even:
-        gate = tl.load(gate_ptr + token * gate_stride + place)
-        up = tl.load(up_ptr + token * up_stride + place)
-    else:
-        gate = tl.load(gate_ptr + token * gate_stride + place, mask=inside, other=0)
-        up = tl.load(up_ptr + token * up_stride + place, mask=inside, other=0)
-    low, high = sigmoid(_low(gate), assembly), sigmoid(_high(gate), assembly)
-    return _words(_low(gate) * low * _low(up), _high(gate) * high * _high(up), assembly)
-
-
-@triton.jit
-def _kernel(
+def _swiglu_kernel(
     gate_ptr, up_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded,
     features, gate_stride, up_stride, rceil: tl.constexpr, even: tl.constexpr,
-    assembly: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    assembly: tl.constexpr,
 ):  # fmt: skip
     strips = features // 128
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    gate_ptr += band.to(tl.int64) * 128 * gate_stride + strip * 64
-    up_ptr += band.to(tl.int64) * 128 * up_stride + strip * 64
-    codes_ptr += band.to(tl.int64) * 64 * features + strip * 64
-    turned_ptr += strip.to(tl.int64) * 128 * padded + band * 128
-    scales_ptr += strip.to(tl.int64) * padded + band * 128
-    whole = tl.zeros([1, 1], tl.int32)  # the largest of the tile
-    for part in range(128 // high):
-        token, pair = part * high + tl.arange(0, high)[:, None], tl.arange(0, 64)[None, :]
-        inside = band * 128 + token < tokens
-        words = _values(
-            gate_ptr, up_ptr, pair, gate_stride, up_stride, token, inside, even, assembly
-        )
-        largest = row_largest(words)
-        whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
-        place = token * (features // 2) + pair
-        write_rows(words, largest, codes_ptr, place, scales_ptr + token, rceil, assembly)
-    scale, inverse = block_scale(whole, rceil)
-    # A name of its own: Triton takes a variable from before a loop for one of the loop.
-    corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
-    tl.store(turned_scales_ptr + corner, scale)
-    for part in range(64 // wide):  # the tile again, out of the cache
-        token, pair = tl.arange(0, 128)[:, None], part * wide + tl.arange(0, wide)[None, :]
-        inside = band * 128 + token < tokens
-        words = _values(
-            gate_ptr, up_ptr, pair, gate_stride, up_stride, token, inside, even, assembly
-        )
-        place = tl.trans(pair * 2 * padded) + tl.trans(token)
-        write_turned(
-            words, turned_ptr, place, padded, turned_scales_ptr, inverse, True, rceil, assembly
-        )
+    start, left = band.to(tl.int64) * 128, tokens - band * 128
+    gate = load_tile(gate_ptr + start * gate_stride + strip * 64, gate_stride, left, even)
+    up = load_tile(up_ptr + start * up_stride + strip * 64, up_stride, left, even)
+    write_tile(
+        _h(gate[0], up[0], assembly), _h(gate[1], up[1], assembly), _h(gate[2], up[2], assembly),
+        _h(gate[3], up[3], assembly), codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
+        strip, padded, features, True, True, True, rceil, assembly,
+    )  # fmt: skip
+
+
+@triton.jit
+def _of_gate(dh, gate, up, sigma):
+    return dh * up * sigma * (1.0 + gate * (1.0 - sigma))
+
+
+@triton.jit
+def _gradients(dh, gate, up, assembly: tl.constexpr):
+    """The words of the gradients of gate and of up."""
+    lower, upper = sigmoid(low(gate), assembly), sigmoid(high(gate), assembly)
+    even = _of_gate(low(dh), low(gate), low(up), lower)
+    of_gate = _words(even, _of_gate(high(dh), high(gate), high(up), upper), assembly)
+    return of_gate, _words(low(dh) * low(gate) * lower, high(dh) * high(gate) * upper, assembly)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr, gate_ptr, up_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded,
+    features, gate_stride, up_stride, tiles, gate_first: tl.constexpr, rceil: tl.constexpr,
+    even: tl.constexpr, assembly: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    strips, stride = features // 128, features // 2
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=stages):
+        band, strip = tile // strips, tile % strips
+        start, left = band.to(tl.int64) * 128, tokens - band * 128
+        gate = load_tile(gate_ptr + start * gate_stride + strip * 64, gate_stride, left, even)
+        up = load_tile(up_ptr + start * up_stride + strip * 64, up_stride, left, even)
+        dh = load_tile(dh_ptr + start * stride + strip * 64, stride, left, even)
+        a, a2 = _gradients(dh[0], gate[0], up[0], assembly)
+        b, b2 = _gradients(dh[1], gate[1], up[1], assembly)
+        c, c2 = _gradients(dh[2], gate[2], up[2], assembly)
+        d, d2 = _gradients(dh[3], gate[3], up[3], assembly)
+        write_tile(
+            a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
+            strip if gate_first else strip + strips, padded, 2 * features, True, True, False,
+            rceil, assembly,
+        )  # fmt: skip
+        write_tile(
+            a2, b2, c2, d2, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
+            strip + strips if gate_first else strip, padded, 2 * features, True, True, False,
+            rceil, assembly,
+        )  # fmt: skip
 
 
 def swiglu(
-    gate: Tensor,  # bf16 [tokens, features], rows contiguous; features a multiple of 128
-    up: Tensor,
-    planes: Planes,  # of ``fp8_block.quantise``, turned in 128x128
+    sources: Sequence[Tensor],
+    planes: Sequence[Tensor],
     *,
+    gate_first: bool = True,
     rounding: str = "exact",
-    tile: Tile = TILE,
 ) -> None:
-    """Fill the planes of silu(gate) · up."""
-    tokens, features = gate.shape
+    """Fill the planes of ``fp8_block.quantise``.
+
+    Args:
+        sources: gate and up, or dh, gate and up: bf16 [tokens, features], rows contiguous, those of
+            dh one after another; features a multiple of 128.
+        planes: of silu(gate) · up, turned in 128x128; or of the gradients of gate and up, side by
+            side, turned in 1x128.
+        gate_first: whether the gradient of gate is the first of the two.
+    """
+    tokens, features = sources[0].shape
     padded = -(-tokens // WIDE) * WIDE
     if not tokens:
         return
-    codes, *others = planes
-    run(
-        _kernel, (padded // WIDE * (features // WIDE),),
-        gate.view(torch.int32), up.view(torch.int32), codes.view(torch.int16), *others,
-        tokens, padded, features, gate.stride(0) // 2, up.stride(0) // 2,
-        rceil=rounding == "rceil", even=tokens == padded, assembly=not interpreted(),
-        high=tile.tokens, wide=tile.pairs, num_warps=tile.warps, maxnreg=tile.registers,
+    codes, scales, turned, turned_scales = planes
+    *_, gate, up = words = [source.view(torch.int32) for source in sources]
+    arguments = (
+        *words, codes.view(torch.int16), scales, turned.view(torch.int32), turned_scales,
+        tokens, padded, features, gate.stride(0), up.stride(0),
     )  # fmt: skip
+    tiles = padded // WIDE * (features // WIDE)
+    constants = {"rceil": rounding == "rceil", "even": tokens == padded, "num_warps": 16}
+    constants["assembly"] = not interpreted()
+    if len(sources) == 2:
+        run(_swiglu_kernel, (tiles,), *arguments, **constants)
+    else:
+        constants |= {"gate_first": gate_first, "stages": STAGES}
+        programs = min(tiles, multiprocessors(gate.device))
+        run(_swiglu_backward_kernel, (programs,), *arguments, tiles, **constants)

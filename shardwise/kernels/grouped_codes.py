@@ -35,7 +35,7 @@ from shardwise.kernels.grouped import ActivationNumbers, interpreted, max_blocks
 from shardwise.kernels.grouped_activation import act_backward, act_forward, places, rounded
 from shardwise.kernels.grouped_fc1 import first_row
 from shardwise.kernels.launch import run
-from shardwise.kernels.mxfp8 import bf16_bits, to_codes
+from shardwise.kernels.mxfp8 import bf16_bits, from_codes, to_codes
 
 WIDEST = 8192  # columns of h; a program holds whole rows in registers
 
@@ -214,21 +214,6 @@ def _fold_kernel(
 
 
 @triton.jit
-def _values(codes, native: tl.constexpr):
-    """fp32 of e4m3 codes; by arithmetic where nothing casts."""
-    if native:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        bits = codes.to(tl.int32)
-        magnitude = bits & 0x7F
-        normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-        values = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-        values = tl.where(magnitude == 0x7F, float("nan"), values)
-        values = tl.where(bits > 0x7F, -values, values)
-    return values
-
-
-@triton.jit
 def _turn_kernel(
     codes_ptr, factors_ptr, ends_ptr, first_ptr, blocks_ptr, out_ptr, columns, room, num_experts,
     scaled: tl.constexpr, native: tl.constexpr,
@@ -243,7 +228,7 @@ def _turn_kernel(
         codes = tl.load(codes_ptr + row.to(tl.int64) * columns + lane, mask=inside, other=0)
         if scaled:
             factor = tl.load(factors_ptr + row, mask=row < tl.load(ends_ptr + expert), other=0.0)
-            codes = to_codes(_values(codes, native), factor, True, native)
+            codes = to_codes(from_codes(codes, native), factor, True, native)
         line = strip * 128 + tl.arange(0, 128)[:, None]
         place = line.to(tl.int64) * room + number * 128 + tl.arange(0, 128)[None, :]
         tl.store(out_ptr + place, tl.trans(codes), mask=line < columns)

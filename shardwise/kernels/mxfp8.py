@@ -107,6 +107,20 @@ def to_codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
     return codes
 
 
+@triton.jit
+def from_codes(codes, native: tl.constexpr):
+    """fp32 of e4m3 codes."""
+    if native:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = codes.to(tl.int32)
+        # The fields of e4m3 in fp32's places say the value times 2^(7-127), subnormals too.
+        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        nan = (bits & 0x7F) == 0x7F
+        values = tl.where(nan, float("nan"), small * 1.329227995784916e36)  # 2^120
+    return values
+
+
 @triton.jit(do_not_specialize_on_alignment=["row_codes_ptr", "column_codes_ptr"])
 def _encode_kernel(
     x_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, columns,
@@ -144,24 +158,16 @@ def _encode_kernel(
         else:
             scale_target = row_scales_ptr + band * 32 * width + (line * width + strip)
         target = tl.multiple_of(row_codes_ptr + start + place, [1, 1, vector])
-        if even:
-            tl.store(target, codes)
-            tl.store(scale_target, scale)
-        else:
-            tl.store(target, codes, mask=inside)
-            tl.store(scale_target, scale, mask=inside)
+        tl.store(target, codes, mask=None if even else inside)
+        tl.store(scale_target, scale, mask=None if even else inside)
     if column:
         largest = tl.max(magnitudes, axis=1, keep_dims=True)  # [strips, 1, 32]
         scale, inverse = scale_and_inverse(largest, rceil)
         codes = to_codes(values, inverse, rceil, native)
         scale_target = column_scales_ptr + band * columns + (strip * 32 + lane)
         target = tl.multiple_of(column_codes_ptr + start + place, [1, 1, vector])
-        if even:
-            tl.store(target, codes)
-            tl.store(scale_target, scale)
-        else:
-            tl.store(target, codes, mask=inside)
-            tl.store(scale_target, scale, mask=inside)
+        tl.store(target, codes, mask=None if even else inside)
+        tl.store(scale_target, scale, mask=None if even else inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["codes_ptr"])
@@ -195,18 +201,8 @@ def _decode_kernel(
         scale = tl.load(scale_source, mask=strip < width, other=0).to(tl.int32)
     factor = tl.where(scale == 255, 0x7FC00000, scale << 23)
     factor = tl.where(scale == 0, 0x00400000, factor).to(tl.float32, bitcast=True)
-    if native:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        bits = code.to(tl.int32)
-        # The fields of e4m3 in fp32's places say the value times 2^(7-127), subnormals too.
-        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)  # 2^120
-    result = (value * factor).to(out_ptr.dtype.element_ty)
-    if even:
-        tl.store(out_ptr + start + place, result)
-    else:
-        tl.store(out_ptr + start + place, result, mask=strip < width)
+    result = (from_codes(code, native) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + start + place, result, mask=None if even else strip < width)
 
 
 @functools.cache

@@ -121,9 +121,29 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
     ``turned``: the number of features that share a scale with 128 tokens: 1 or, beside ``rows``,
     128; 0: not wanted.
     """
-    found = _quantised(x, rows, turned, rounding)
-    note(x, found[0][: len(x)] if rows else found[2][:, : len(x)].t())
-    return found
+    codes, scales, others, other_scales = empty(x, rows, turned)
+    if uses_kernels(x.device):
+        from shardwise.kernels import fp8_block
+
+        fp8_block.quantise(
+            x.to(torch.bfloat16).contiguous(),
+            (codes, scales) if rows else None,
+            (others, other_scales) if turned else None,
+            square=turned == WIDE,
+            rounding=rounding,
+        )
+    else:
+        whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
+        if rows:
+            codes, each = encode_reference(whole, ROW_128, rounding)
+            scales = each.t().contiguous()
+        if turned:
+            block = SQUARE_128 if turned == WIDE else ROW_128
+            others, other_scales = encode_reference(whole.t().contiguous(), block, rounding)
+            if block == ROW_128:
+                other_scales = other_scales.t().contiguous()
+    note(x, codes[: len(x)] if rows else others[:, : len(x)].t())
+    return codes, scales, others, other_scales
 
 
 def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> Quantised:
@@ -160,9 +180,27 @@ def quantise_swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Quantised:
         from shardwise.kernels import fp8_swiglu
 
         found = empty(gate, True, WIDE)
-        fp8_swiglu.swiglu(gate, up, found, rounding=rounding)
+        fp8_swiglu.swiglu((gate, up), found, rounding=rounding)
         return found
     return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE, rounding)
+
+
+def quantise_swiglu_backward(
+    dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool, rounding: Rounding
+) -> Quantised:
+    """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
+    # The kernel needs the shared memory of Hopper.
+    if not counts() and scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
+        from shardwise.kernels import fp8_swiglu
+
+        found = empty(dh, True, 1, 2 * dh.shape[1])
+        sources = (dh.contiguous(), gate, up)
+        fp8_swiglu.swiglu(sources, found, gate_first=gate_first, rounding=rounding)
+        return found
+    of_h, wide, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
+    of_gate, of_up = of_h * up.float() * sigma * (1 + wide * (1 - sigma)), of_h * wide * sigma
+    both = (of_gate, of_up) if gate_first else (of_up, of_gate)
+    return quantise(torch.cat(both, 1).to(dh.dtype), True, 1, rounding)
 
 
 _last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None
@@ -186,32 +224,6 @@ def _forget(x: weakref.ref[Tensor]) -> None:
     global _last
     if _last is not None and _last[0] is x:
         _last = None
-
-
-def _quantised(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
-    found = empty(x, rows, turned)
-    if uses_kernels(x.device):
-        from shardwise.kernels import fp8_block
-
-        fp8_block.quantise(
-            x.to(torch.bfloat16).contiguous(),
-            found[:2] if rows else None,
-            found[2:] if turned else None,
-            square=turned == WIDE,
-            rounding=rounding,
-        )
-        return found
-    whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
-    codes, scales, others, other_scales = found
-    if rows:
-        codes, each = encode_reference(whole, ROW_128, rounding)
-        scales = each.t().contiguous()
-    if turned:
-        block = SQUARE_128 if turned == WIDE else ROW_128
-        others, other_scales = encode_reference(whole.t().contiguous(), block, rounding)
-        if block == ROW_128:
-            other_scales = other_scales.t().contiguous()
-    return codes, scales, others, other_scales
 
 
 def multiply(

@@ -168,20 +168,15 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> BlockExperts:
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and one scale for each row, a power of two."""
-    codes, scales = _quantised(x)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if uses_kernels(x.device):
+        from shardwise.kernels import fp8_block
+
+        source = x.to(torch.bfloat16).contiguous()
+        fp8_block.quantise_rows(source, codes, scales, rounding="rceil")
+    elif not x.is_meta:
+        codes, each = encode_reference(x, (1, x.shape[1]), "rceil")
+        scales = each.view(-1)
     note(x, codes)
     return codes, scales
-
-
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.is_meta or uses_kernels(x.device):
-        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        if not x.is_meta:
-            from shardwise.kernels import fp8_block
-
-            source = x.to(torch.bfloat16).contiguous()
-            fp8_block.quantise_rows(source, codes, scales, rounding="rceil")
-        return codes, scales
-    codes, scales = encode_reference(x, (1, x.shape[1]), "rceil")
-    return codes, scales.view(-1)

@@ -207,18 +207,25 @@ def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> 
 
 
 def linear_backward(
-    grads: Sequence[Tensor],  # [tokens, rows], side by side
+    grads: Sequence[Tensor],  # [tokens, rows], side by side; or dh, gate and up: see gate_first
     weights: Sequence[FP8Tensor],  # [rows, columns], one below another
     x: Tensor | None,  # [columns, tokens]: turned codes; None: the weight's gradient is not wanted
     x_scales: Tensor | None,
     wants_x: bool,
     rounding: Rounding,
     dtype: torch.dtype | None,
+    gate_first: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dy · W and dyᵀ · x of dy in fp8, the second in ``dtype``; what is not wanted has no
-    element."""
+    element. ``gate_first`` is given where dy are the gradients of gate and up, of h = silu(gate) ·
+    up: whether the weight of gate is the first of the two."""
     grad = grads[0]
-    if x is None:
+    if gate_first is not None:
+        dh, gate, up = grads
+        codes, scales, turned, turned_scales = fp8_block.quantise_swiglu_backward(
+            dh, gate, up, gate_first, rounding
+        )
+    elif x is None:
         codes, scales, *_ = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
     else:
         codes, scales, turned, turned_scales = fp8_block.quantise_beside(grads, wants_x, rounding)

@@ -8,7 +8,7 @@
                 dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
 
 Each line is one operator. Where x is silu(gate) · up, forward's is quantise(silu(gate) · up) · Wᵀ:
-x is written as codes only.
+x is written as codes only. So are the gradients of gate and up in backward, computed from x's.
 
 That is fewer and larger products, and less work for the host, which may need more time for a step
 than the device. It is done for weights whose codes lie one after another in the gathered memory;
@@ -77,7 +77,9 @@ def join(graph: Graph) -> None:
         changed |= _join_gradients(graph, node, terms)
     for node in list(graph.nodes):
         if node.target is ops.fp8_linears.default:
-            changed |= _fuse_swiglu(graph, node)
+            changed |= _fuse_swiglu(node)
+        elif node.target is ops.fp8_linear_backward.default:
+            changed |= _fuse_swiglu_backward(node)
     if changed:
         graph.eliminate_dead_code()
         from torch._inductor.pattern_matcher import stable_topological_sort
@@ -146,7 +148,7 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
     ordered = [node for run in runs for node in run]
     with graph.inserting_before(quantise):
         joined = _add(
-            graph, ops.fp8_linears.default, x, [node.args[2] for node in ordered],
+            graph, ops.fp8_linears.default, [x], [node.args[2] for node in ordered],
             [len(run) for run in runs], turned, rounding, dtype,
         )  # fmt: skip
         results = [_add(graph, operator.getitem, joined, index) for index in range(2 + len(runs))]
@@ -254,32 +256,42 @@ def _matrix(node: Node) -> Node | None:
     return node
 
 
-def _below_silu(node: Node) -> Node | None:
-    """x, where ``node`` is silu(x): torch.compile wrote other functions in its place, and each of
-    them says so, by a name (a graph that was copied holds a copy of the function)."""
+def _below(node: Node, name: str) -> list[Node]:
+    """The inputs, where ``node`` is ``name``, silu or silu_backward: torch.compile wrote other
+    functions in its place, which both may share, and each of them says so, by a name (a graph that
+    was copied holds a copy of the function)."""
     inside: set[Node] = set()
-    outside: set[Node] = set()
+    outside: dict[Node, None] = {}
     todo = [_base(node)]
+    if _original(todo[0]) != name:
+        return []
     while todo:
         one = todo.pop()
-        if one.op == "call_function" and str(one.meta.get("original_aten")) == "aten.silu.default":
+        if _original(one) in ("silu", "silu_backward"):
             todo += [each for each in one.all_input_nodes if each not in inside]
             inside.add(one)
         else:
-            outside.add(one)
-    curves = sum(one.target in CURVES for one in inside)  # one: silu(silu(x)) looks alike
-    return outside.pop() if curves == len(outside) == 1 else None
+            outside[one] = None
+    # One curve: silu(silu(x)) looks alike.
+    return list(outside) if sum(one.target in CURVES for one in inside) == 1 else []
+
+
+def _original(node: Node) -> str:
+    return str(node.meta.get("original_aten")).removeprefix("aten.").removesuffix(".default")
+
+
+def _factors(node: Node) -> Sequence[tuple[Node, Node]]:
+    """Both orders of the factors of a product of two tensors."""
+    node = _base(node)
+    two = len(node.args) == 2 and all(isinstance(each, torch.fx.Node) for each in node.args)
+    return (node.args, node.args[::-1]) if node.target is aten.mul.Tensor and two else ()
 
 
 def _gated(node: Node) -> tuple[Node, Node] | None:
     """Gate and up, where ``node`` is silu(gate) · up of matrices that lie in memory."""
-    node = _base(node)
-    two = len(node.args) == 2 and all(isinstance(each, torch.fx.Node) for each in node.args)
-    if node.target is not aten.mul.Tensor or not two:
-        return None
-    for left, right in (node.args, node.args[::-1]):
-        source = _below_silu(left)
-        gate, up = None if source is None else _matrix(source), _matrix(right)
+    for left, right in _factors(node):
+        below = _below(left, "silu")
+        gate, up = _matrix(below[0]) if len(below) == 1 else None, _matrix(right)
         if gate is not None and up is not None and _alike(gate, up):
             return gate, up
     return None
@@ -289,17 +301,42 @@ def _alike(first: Node, second: Node) -> bool:
     return first.meta["val"].shape == second.meta["val"].shape  # type: ignore[no-any-return]
 
 
-def _fuse_swiglu(graph: Graph, node: Node) -> bool:
-    x, parameters, counts, turned, rounding, dtype = node.args
-    found = _gated(x) if turned == 128 else None
+def _fuse_swiglu(node: Node) -> bool:
+    (x,), *rest = node.args
+    found = _gated(x) if rest[2] == 128 else None  # turned in squares
     if found is None or _outlives(_base(x)) or _uses(_base(x)) > 1:
         return False
-    with graph.inserting_before(node):
-        args = (*found, parameters, counts, rounding, dtype)
-        _replace(graph, node, _add(graph, ops.fp8_swiglu_linears.default, *args))
+    node.args = (list(found), *rest)
     return True
 
 
 def _uses(node: Node) -> int:
     """How many nodes read a value, or a view of it."""
     return sum(_uses(user) if user.target in VIEWS else 1 for user in node.users)
+
+
+def _fuse_swiglu_backward(node: Node) -> bool:
+    grads, *rest = node.args
+    if len(grads) != 2 or rest[1] is None or any(_uses(_base(grad)) > 1 for grad in grads):
+        return False
+    for gate_first in (True, False):
+        found = _gated_backward(*(grads if gate_first else grads[::-1]))
+        if found is not None:
+            node.args = (found, *rest, gate_first)
+            return True
+    return False
+
+
+def _gated_backward(of_gate: Node, of_up: Node) -> list[Node] | None:
+    """dh, gate and up, where ``of_up`` is dh · silu(gate) and ``of_gate`` the gradient of silu at
+    gate, times dh · up."""
+    gate, dh = _gated(of_up) or (None, None)
+    sources = _below(of_gate, "silu_backward")
+    others = [each for each in sources if _matrix(each) is not gate]
+    if gate is None or len(sources) != 2 or len(others) != 1:
+        return None
+    for left, right in _factors(_base(others[0], (*VIEWS, *CASTS))):
+        up = _matrix(right)
+        if _matrix(left) is dh and up is not None and _alike(gate, up):
+            return [dh, gate, up]
+    return None

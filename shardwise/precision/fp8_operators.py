@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8 import WIDE, FP8Error
+from shardwise.precision.fp8 import FP8Error
 from shardwise.precision.fp8_functions import linear_backward, product, products
 from shardwise.uncompiled import operator
 
@@ -66,25 +66,24 @@ def _product(x, scales, parameter, bias, phase, dtype, place) -> Tensor:
 
 
 def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor]:
-    codes, _, *others = fp8_block.empty(x, True, turned)
+    codes, _, *others = fp8_block.empty(x[0], True, turned)
     rows = iter([parameter.shape[0] for parameter in parameters])
     widths = [sum(itertools.islice(rows, count)) for count in counts]
-    return [*others, *(x.new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
+    return [*others, *(x[0].new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
 
 
 @operator(
-    "fp8_linears(Tensor x, Tensor[] parameters, int[] counts, int turned, str rounding,"
+    "fp8_linears(Tensor[] x, Tensor[] parameters, int[] counts, int turned, str rounding,"
     " ScalarType dtype) -> Tensor[]",
     _fake_linears,
 )
 def _linears(x, parameters, counts, turned, rounding, dtype) -> Any:
-    """x turned, its scales, and the products by weights that lie one after another, ``counts`` of
-    them each; see fp8_graphs.py."""
-    return _multiplied(fp8_block.quantise(x, True, turned, rounding), parameters, counts, dtype)
-
-
-def _multiplied(quantised, parameters, counts, dtype) -> Any:
-    codes, scales, *results = quantised
+    """x, or silu(gate) · up where x is these two, turned; its scales, and the products by weights
+    that lie one after another, ``counts`` of them each; see fp8_graphs.py."""
+    if len(x) == 2:
+        codes, scales, *results = fp8_block.quantise_swiglu(x[0], x[1], rounding)
+    else:
+        codes, scales, *results = fp8_block.quantise(x[0], True, turned, rounding)
     weights = map(weight_of, parameters)
     for count in counts:
         some = list(itertools.islice(weights, count))
@@ -92,35 +91,26 @@ def _multiplied(quantised, parameters, counts, dtype) -> Any:
     return results
 
 
-@operator(
-    "fp8_swiglu_linears(Tensor gate, Tensor up, Tensor[] parameters, int[] counts, str rounding,"
-    " ScalarType dtype) -> Tensor[]",
-    lambda gate, up, parameters, counts, *rest: _fake_linears(
-        gate, parameters, counts, WIDE, *rest
-    ),
-)
-def _swiglu_linears(gate, up, parameters, counts, rounding, dtype) -> Any:
-    """``fp8_linears`` of silu(gate) · up."""
-    return _multiplied(fp8_block.quantise_swiglu(gate, up, rounding), parameters, counts, dtype)
-
-
 def _fake_linear_backward(
-    grads, parameters, x, x_scales, wants_x, rounding, dtype, place
+    grads, parameters, x, x_scales, wants_x, rounding, dtype, place, gate_first=None
 ) -> tuple[Tensor, Tensor]:
     grad, columns = grads[0], parameters[0].shape[1]
     of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
-    shape = (0,) if x is None else (sum(each.shape[1] for each in grads), columns)
+    shape = (0,) if x is None else (sum(each.shape[0] for each in parameters), columns)
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
 @operator(
     "fp8_linear_backward(Tensor[] grads, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
-    " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
+    " bool wants_x, str rounding, ScalarType? dtype, str place, bool? gate_first=None)"
+    " -> (Tensor, Tensor)",
     _fake_linear_backward,
 )
-def _linear_backward(grads, parameters, x, x_scales, wants_x, rounding, dtype, place) -> Any:
+def _linear_backward(
+    grads, parameters, x, x_scales, wants_x, rounding, dtype, place, gate_first=None
+) -> Any:
     weights = list(map(weight_of, parameters))
-    return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)
+    return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype, gate_first)
 
 
 @operator(

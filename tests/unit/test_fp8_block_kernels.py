@@ -68,7 +68,6 @@ def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding
             found[2:] if turned else None,
             square=turned == 128,
             rounding=rounding,
-            native=False,
         )
         checked = [
             torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
@@ -79,7 +78,7 @@ def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding
     x = values(256, 128 * 2, dtype)
     codes, scales = encode_reference(x, SQUARE_128, rounding)
     mine, my_scales = torch.full_like(codes, 7), torch.full_like(scales, 7)
-    kernels.encode(x, mine, my_scales, rounding=rounding, native=False)
+    kernels.encode(x, mine, my_scales, rounding=rounding)
     assert torch.equal(mine, codes)
     assert torch.equal(my_scales.nan_to_num(-1), scales.nan_to_num(-1))
     turned, turned_scales = kernels.turn(codes[:128], scales[:1])
@@ -97,7 +96,7 @@ def test_tiles_of_many_matrices_are_encoded_in_one_launch() -> None:
     ]
     codes, scales = torch.full((16384 * 8,), 7, dtype=torch.uint8), torch.full((8,), 7.0)
     tiles = kernels.list_tiles(matrices, flat.device)
-    kernels.encode(flat, codes, scales, tiles=tiles, native=False)
+    kernels.encode(flat, codes, scales, tiles=tiles)
     for value, matrix in zip((first, second), matrices, strict=True):
         expected, expected_scales = encode_reference(value, SQUARE_128)
         into, number = matrix.into, matrix.into // 16384
@@ -118,7 +117,7 @@ def test_experts_share_a_scale_and_rows_have_one_each(rounding: Rounding) -> Non
     assert expected_scales[0, 0] != expected_scales[1, 0]
     codes, scales = torch.full_like(expected, 7), torch.full_like(expected_scales, 7)
     tiles = kernels.list_tiles(kernels.Matrix(256, 256, 0, 0).cut(2), stack.device)
-    kernels.encode(stack, codes, scales, tiles=tiles, rounding=rounding, native=False)
+    kernels.encode(stack, codes, scales, tiles=tiles, rounding=rounding)
     assert torch.equal(codes, expected)
     assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
     both = codes.view(2, 128, 256), scales.view(2, 1, 2)
@@ -128,7 +127,7 @@ def test_experts_share_a_scale_and_rows_have_one_each(rounding: Rounding) -> Non
     x = values(37, 384, torch.bfloat16)
     expected, expected_scales = encode_reference(x, (1, 384), rounding)
     codes, scales = torch.full_like(expected, 7), torch.full((37,), 7.0)
-    kernels.quantise_rows(x, codes, scales, rounding=rounding, native=False)
+    kernels.quantise_rows(x, codes, scales, rounding=rounding)
     assert torch.equal(codes, expected)
     assert torch.equal(scales.nan_to_num(-1), expected_scales.view(-1).nan_to_num(-1))
 
@@ -196,18 +195,26 @@ def test_rows_are_turned_into_blocks_of_one_expert() -> None:
 
 @inside
 @pytest.mark.parametrize("tokens", [128, 150])
-def test_swiglu_writes_both_planes(tokens: int) -> None:
+def test_swiglu_and_its_gradient_write_both_planes(tokens: int) -> None:
     """Of rows that lie apart, as slices of one product do; but for the last bit of exp."""
-    both = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
+    generator = torch.Generator().manual_seed(5)
+    both = torch.randn(tokens, 512, generator=generator).bfloat16()
     both[9, 3], both[20] = float("nan"), 0.0
     gate, up = both[:, :256], both[:, 256:]
-    expected = fp8_block.quantise_swiglu(gate, up, "exact")
-    found = [torch.full_like(part, 7) for part in expected]
-    fp8_swiglu.swiglu(gate, up, found)
-    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        if index % 2:  # scales
-            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=0.0, equal_nan=True)
+    dh = torch.randn(tokens, 256, generator=generator).bfloat16()
+    for gate_first in (None, True, False)[: 3 if tokens == 150 else 1]:
+        if gate_first is None:
+            expected = fp8_block.quantise_swiglu(gate, up, "exact")
+            found = [torch.full_like(part, 7) for part in expected]
+            fp8_swiglu.swiglu((gate, up), found)
         else:
-            apart = (mine.int() - theirs.int()).abs()
-            apart[(mine | theirs) & 0x7F == 0] = 0  # zeros of either sign
-            assert apart.max() <= 1 and (apart > 0).double().mean() < 5e-3, index
+            expected = fp8_block.quantise_swiglu_backward(dh, gate, up, gate_first, "exact")
+            found = [torch.full_like(part, 7) for part in expected]
+            fp8_swiglu.swiglu((dh, gate, up), found, gate_first=gate_first)
+        for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            if index % 2:  # scales
+                torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=0.0, equal_nan=True)
+            else:
+                apart = (mine.int() - theirs.int()).abs()
+                apart[(mine | theirs) & 0x7F == 0] = 0  # zeros of either sign
+                assert apart.max() <= 1 and (apart > 0).double().mean() < 5e-3, index

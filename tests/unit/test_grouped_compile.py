@@ -184,7 +184,10 @@ def test_passes_that_write_codes() -> None:
     built(grouped_codes._fold_kernel, {"experts": 128, "chunk": 1024}, POINTERS, num_warps=4)
     constants = {"scaled": True, "native": True}
     built(grouped_codes._turn_kernel, constants, POINTERS, num_warps=8)
-    raw = {"gate_ptr": "*i32", "up_ptr": "*i32", "codes_ptr": "*i16"}
+    raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr", "turned_ptr"), "*i32")
+    raw["codes_ptr"] = "*i16"
     constants = {"rceil": False, "even": True, "assembly": True}
-    constants |= {"high": fp8_swiglu.TILE.tokens, "wide": fp8_swiglu.TILE.pairs}
-    built(fp8_swiglu._kernel, constants, POINTERS | raw, num_warps=fp8_swiglu.TILE.warps)
+    built(fp8_swiglu._swiglu_kernel, constants, POINTERS | raw, num_warps=16)
+    constants |= {"gate_first": True, "stages": fp8_swiglu.STAGES}
+    made = built(fp8_swiglu._swiglu_backward_kernel, constants, POINTERS | raw, num_warps=16)
+    assert made.metadata.shared <= SHARED_MEMORY, made.metadata.shared
