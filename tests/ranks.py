@@ -77,8 +77,7 @@ STARTUP_SECONDS = 100.0
 # Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
 MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
-# less each (half of them for torch._dynamo, which every torch optimizer imports when it is built;
-# 1.4 s for what AOTAutograd needs, which ranks that compile would import one by one).
+# less each (half of them torch._dynamo, which every torch optimizer imports; 1.4 s AOTAutograd).
 START = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "torch.distributed.run"]
 PRELOADED += ["torch._inductor.compile_fx", "pytest", "tests.frozen"]
