@@ -277,6 +277,7 @@ def quantise(
     total = features
     if planes or turned:
         total = planes[0].stride(0) if planes else turned[1].stride(0)  # type: ignore[index]
+    # Warps: measured on an H200 with 4, 8 and 16, and with fewer registers, which takes longer.
     run(
         _quantise_kernel, (padded // WIDE * (features // WIDE),),
         x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features, total,
