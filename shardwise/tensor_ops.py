@@ -164,7 +164,8 @@ class Operations:
             _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
             operand = gathered(operand)
-        if operand.ndim and operand.shape == cut.shape:
+        fills = func is torch.ops.aten.masked_fill_.Tensor  # by one number, no piece of a tensor
+        if operand.shape == cut.shape and (operand.ndim or not fills):
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
             return operand.reshape(1) if operand.ndim > 1 else operand

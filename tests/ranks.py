@@ -29,8 +29,7 @@ The first call for a world size spawns its ranks and joins them in a process gro
 
 Functions travel by name, so they must stand at the top level of a module. Values travel by pickle;
 tensors come back as plain CPU copies. A call starts from seed 0 and float32 defaults, but the
-process group, and any subgroup that a test made, lives on: build meshes in a cached function where
-many tests share one.
+process group, and any subgroup that a test made, lives on: build shared meshes in cached functions.
 
 When anything goes wrong (an exception, a dead process, a time-out), the pool is killed: half a
 collective left in flight would poison the next test. The next call builds a new one.
@@ -77,10 +76,11 @@ STARTUP_SECONDS = 100.0
 # Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
 MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
-# less each (half of them torch._dynamo, which every torch optimizer imports; 1.4 s AOTAutograd).
+# less each. Inductor is imported so without GPUs alone: it begins CUDA, which no fork can do again.
 START = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "torch.distributed.run"]
-PRELOADED += ["torch._inductor.compile_fx", "pytest", "tests.frozen"]
+PRELOADED += ["pytest", "tests.frozen"]
+PRELOADED += [] if torch.cuda.is_available() else ["torch._inductor.compile_fx"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)

@@ -19,7 +19,6 @@ that hold them, because torch's ``fully_shard`` and ``parallelize_module`` repla
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,17 +29,13 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.notices import warn_once
 from shardwise.optim.split import Shape, Split
-
-logger = logging.getLogger(__name__)
 
 Kind = Literal["matrix", "elementwise"]
 Selector: TypeAlias = "str | nn.Module | Tensor | Callable[[str, Tensor], bool]"
 ATTRIBUTE = "_shardwise_route"  # of a parameter: its Route
 _BY_NAME = "_shardwise_routes"  # of a module: the routes of its own parameters, by name
 _ROUTED: WeakSet[nn.Module] = WeakSet()  # the modules that have routes by name
-BUILT: WeakSet[Any] = WeakSet()  # the optimizers of sw.optimizer
 
 _HEADS_ANYWHERE = {"lm_head", "unembed", "unembedding", "embed_out", "output_head", "out_head"}
 _HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # not inside a layer
@@ -154,16 +149,6 @@ def route(
         problems += route_problems(name, tuple(parameter.shape), routes[name])
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))
-    stepped = {id(p) for one in BUILT for group in one.param_groups for p in group["params"]}
-    kept = ((name, p) for name, p in names.items() if id(p) in stepped)
-    if late := [name for name, p in kept if recorded(p) != routes[name]]:
-        warn_once(
-            logger,
-            "sw.route after sw.optimizer: an optimizer that was built keeps its routes (of '%s' "
-            "and %d more): build it after sw.route",
-            late[0],
-            len(late) - 1,
-        )
     for name, parameter in names.items():
         setattr(parameter, ATTRIBUTE, routes[name])
     for module in model.modules():

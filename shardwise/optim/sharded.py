@@ -39,7 +39,7 @@ from shardwise.optim.gradients import (
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import BUILT, Route, as_matrix, recall_routes, route_problems
+from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (
     axes_of,
     cut_along_rows,
@@ -85,7 +85,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults or {})
         self._warn_of_narrow_weights()
         self._plan()
-        BUILT.add(self)
 
     # ------------------------------------------------------------------ construction
 

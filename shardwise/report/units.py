@@ -118,9 +118,11 @@ class ToWrap:
             "grain": self.grain,
             "unused_parameters": "error",
         }
+        names: list[str] = []
         for one in self.modules if options.bucket_mb is None else [self.model]:
             module = copies[id(one)]
             found = find_parameters([module], common["ignored_params"])
+            names += [f.name for f in found]
             spread = {f.name: meshes[options.ep] for f in found if spread_linear(f) is not None}
             alone = len(spread) == len(found) > 0  # experts that are a unit by themselves
             common["mesh"] = meshes[options.ep if alone else 1]
@@ -135,6 +137,8 @@ class ToWrap:
             else:
                 early: Any = "step" if options.gather_in_step else False
                 data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
+        if problems := options.precision.unmatched(names):
+            raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")
         return copied
 
 
