@@ -146,7 +146,7 @@ class GroupedMLP(nn.Module):
         return Form(self.activation, self.gate_up_block)
 
     def in_graph(self) -> Inside | None:
-        """What an operator in a graph needs; None where the parameters cannot be in a graph."""
+        """The arguments of an operator in a graph; None where the parameters cannot be in one."""
         bundles = self._bundles()
         if not all(bundle.in_graphs for bundle in bundles):
             return None

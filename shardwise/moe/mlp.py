@@ -219,13 +219,13 @@ def room(parameter: Tensor) -> Tensor:
 
 
 def brought(parameters, gradients, trained) -> list[Tensor]:
-    """What a graph brings: the gradient of each trained parameter, or memory without values."""
+    """The gradients that a graph brings, of trained parameters; or memory without values."""
     every = zip(parameters, gradients, trained, strict=True)
     return [room(one) if gradient is None else gradient for one, gradient, t in every if t]
 
 
 def by_parameter(gradients, trained) -> list[Tensor | None]:
-    """What a graph brought, with None for frozen parameters."""
+    """The gradients that a graph brought, by parameter; None for frozen ones."""
     left = iter(gradients)
     return [next(left) if trains else None for trains in trained]
 

@@ -71,7 +71,7 @@ class Engine:
 
     @cached_property
     def routes(self) -> list[Routed]:
-        """Those of the parameters that are wrapped."""
+        """The routes of the parameters that are wrapped."""
         sharded = {id(parameter) for group in self.groups for parameter in group.sharded}
         return [one for one in routes_of(self.model) if id(one.parameter) in sharded]
 

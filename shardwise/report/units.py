@@ -143,7 +143,7 @@ class ToWrap:
 
 
 def price_of_whole(source: ToWrap, options: Options) -> str:
-    """What it would cost to have every matrix whole: why ``data_parallel`` cuts some."""
+    """The cost of having every matrix whole: why ``data_parallel`` cuts some."""
     try:
         with separate_ledger():
             wrapped = replace(source, grain="tensor").wrapped(options, 0)
