@@ -63,7 +63,7 @@ def one_round(
     state = tensors(model, optimizer)
     ours, theirs = folder / f"ours-{turn}", folder / f"theirs-{turn}"
     writes = {
-        "write: torch dcp": lambda: dcp.save(state, checkpoint_id=theirs),
+        "write: torch dcp": lambda: dcp.save(state, checkpoint_id=theirs),  # type: ignore[attr-defined]
         "write: sw.save": lambda: sw.save(ours, model, optimizer),
     }
     # In turns: who writes second meets a disk that is busy with the first one's pages.
@@ -71,7 +71,9 @@ def one_round(
     found = {name: timed(writes[name]) for name in order} | {
         "blocked: Store.save": timed(lambda: store.save(turn, model, optimizer)),
         "the rest in the background": timed(store.wait),
-        "read: torch dcp": timed(lambda: dcp.load(state, checkpoint_id=theirs)),
+        "read: torch dcp": timed(
+            lambda: dcp.load(state, checkpoint_id=theirs)  # type: ignore[attr-defined]
+        ),
         "read: sw.load (hashes all)": timed(lambda: sw.load(ours, model, optimizer)),
         "check: verify": timed(lambda: verify(ours)),
     }

@@ -58,7 +58,7 @@ def picture(title: str, about: str, curves: Mapping[str, Curve]) -> Canvas:
     """Two panels, one axis of loss: against tokens, and against the time that they took. ``curves``
     are by colour, the last drawn on top."""
     keys = [Key(curve.name, colour) for colour, curve in curves.items()]
-    keys.append(Key("bigram", GREEN, dashed=True))
+    keys.append(Key("bigram", GREEN))
     canvas = Canvas(WIDTH, 0, about)
     top = draw_title(canvas, title, about, keys)
     canvas.height = top + 2 * (PANEL + 70)

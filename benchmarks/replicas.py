@@ -17,7 +17,8 @@ import torch
 
 from benchmarks import report
 from shardwise.models.gpt import GPT
-from shardwise.report.plan import Plan, plan
+from shardwise.report.figures import Plan
+from shardwise.report.plan import plan
 from shardwise.train.recipes import gpt_1b
 
 REPLICAS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
