@@ -101,6 +101,29 @@ def _sized(config: TrainConfig, precision: Precision, world: World, memory: int)
     return decided(config, microbatches=each // found[best], recompute=best, keep_weights="auto")
 
 
+def more_microbatches(config: TrainConfig, ranks: int) -> int | None:
+    """The next number of microbatches, twice as many or more; None: each is one sequence."""
+    count = config.num_microbatches
+    found = (one for one in divisors(config.share(ranks) * count) if one >= 2 * count)
+    return next(found, None)
+
+
+def too_large(
+    config: TrainConfig, ranks: int, step: int, error: torch.OutOfMemoryError
+) -> torch.OutOfMemoryError:
+    """The error of a run that ends for want of memory: it says what to resume with."""
+    count, ways = more_microbatches(config, ranks), []
+    if count is not None:
+        ways.append(f"--microbatches {count}")
+    if config.module is None and config.model.recompute != "block":
+        ways.append("--model.recompute block")
+    way = f"resume with {', or with '.join(ways)}" if ways else "use a larger device, or more ranks"
+    return torch.OutOfMemoryError(
+        f"step {step} does not fit this device with microbatches of {config.share(ranks)} x "
+        f"{config.model.context} tokens: {way}. {error}"
+    )
+
+
 def decided(
     config: TrainConfig,
     *,

@@ -42,7 +42,7 @@ from shardwise.train.codecs import decode_text, encode_text, write_codec
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
-from shardwise.train.fit import plan_inputs
+from shardwise.train.fit import more_microbatches, plan_inputs, too_large
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
 from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
@@ -161,6 +161,12 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train until the last step or a request to stop; save either way."""
+        try:
+            return self._run()
+        except torch.OutOfMemoryError as error:  # in a step, in an evaluation
+            raise too_large(self.config, self.world.size, self.step + 1, error) from None
+
+    def _run(self) -> Outcome:
         config = self.config
         reason = None
         bits: float | None = None
@@ -292,13 +298,9 @@ class Trainer:
         """Twice as many microbatches from now on, in the first steps of a run on one rank; else
         raise: other ranks would wait in a collective for this one."""
         config, world = self.config, self.world
-        count = 2 * config.num_microbatches
-        if self.step - self._first_step >= 3 or world.size > 1 or config.batch % count:
-            raise torch.OutOfMemoryError(
-                f"step {self.step + 1} does not fit this device with microbatches of "
-                f"{config.share(world.size)} x {config.model.context} tokens: resume with "
-                f"--microbatches {count}, or with --model.recompute block. {error}"
-            ) from None
+        count = more_microbatches(config, world.size)
+        if self.step - self._first_step >= 3 or world.size > 1 or count is None:
+            raise error
         self.parts.model.reset_iter_state()  # type: ignore[operator]
         self.parts.optimizer.zero_grad()
         if world.device.type == "cuda":

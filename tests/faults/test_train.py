@@ -186,19 +186,26 @@ def test_weights_that_are_not_finite_push_out_no_checkpoint(tmp_path: Path) -> N
 
 
 def out_of_memory(
-    rank: int, world_size: int, folder: str, data: str, largest: int, after: int
+    rank: int, world_size: int, folder: str, data: str, largest: int | None, after: int
 ) -> tuple[Any, str]:
-    """Microbatches of more than ``largest`` sequences do not fit, from step ``after`` on."""
+    """Microbatches of more than ``largest`` sequences do not fit, from step ``after`` on; None: the
+    optimizer's step does not."""
     trainer = make_trainer(rank, world_size, folder, data=data, steps=6)
     block = trainer.parts.model.blocks[1]
     forward = block.forward
 
     def limited(hidden: torch.Tensor, *args: object) -> object:
-        if len(hidden) > largest and trainer.step >= after and block.training:
-            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+        if largest is not None and len(hidden) > largest and block.training:
+            fail()
         return forward(hidden, *args)
 
+    def fail() -> None:
+        if trainer.step >= after:
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+
     block.forward = limited
+    if largest is None:
+        trainer.parts.optimizer.step = fail  # type: ignore[method-assign, assignment]
     try:
         trainer.run()
     except torch.OutOfMemoryError as error:
@@ -225,6 +232,11 @@ def test_later_ones_end_the_run_with_what_to_set(tmp_path: Path) -> None:
     assert count == 1 and "step 5 does not fit" in text and "--microbatches 2" in text
     for count, text in run_ranks(out_of_memory, 2, str(tmp_path / "two"), data, 3, 0):
         assert count == 1 and "microbatches of 6 x 16 tokens" in text, text
+    # Outside of forward and backward, and where each microbatch is one sequence already.
+    ((count, text),) = run_ranks(out_of_memory, 1, str(tmp_path / "step"), data, None, 0)
+    assert count == 1 and "12 x 16 tokens: resume with --microbatches 2, or with" in text, text
+    ((count, text),) = run_ranks(out_of_memory, 1, str(tmp_path / "none"), data, 0, 0)
+    assert count == 12 and "1 x 16 tokens: resume with --model.recompute block. tried" in text, text
 
 
 def plain_run(rank: int, world_size: int, folder: str, data: str, microbatches: int) -> None:
