@@ -342,10 +342,12 @@ class _Spread(torch.autograd.Function):
     """Repeat each token's row for every choice that was kept, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
+    def forward(  # no *args: without gradients Dynamo counts the parameters, and drops ctx
+        ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool
+    ) -> Tensor:
         ctx.save_for_backward(order, places)
-        ctx.how, ctx.num_tokens = how, len(tokens)
-        return copies(tokens, order, places, *how)
+        ctx.how, ctx.num_tokens = (choices, padded), len(tokens)
+        return copies(tokens, order, places, choices, padded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -357,10 +359,12 @@ class _Sum(torch.autograd.Function):
     """Sum the rows of each token, sorted by expert before: the reverse of :class:`_Spread`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool
+    ) -> Tensor:
         ctx.save_for_backward(order, places)
-        ctx.how = how
-        return sums(rows, order, places, *how)
+        ctx.how = choices, padded
+        return sums(rows, order, places, choices, padded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
