@@ -151,17 +151,28 @@ class ShardedTensor(DTensor):
             self._local_tensor.data_ptr = functools.partial(int, id(self.cut))  # type: ignore[method-assign]
         return self._local_tensor.data_ptr()
 
-    @property  # type: ignore[override]
-    def data(self) -> ShardedTensor:
-        alias: Any = self.detach()
+    def detach(self) -> ShardedTensor:
+        alias: Any = super().detach()  # type: ignore[no-untyped-call]
         if self.version is not None:
             self.version.lent[id(alias)] = alias
         return alias  # type: ignore[no-any-return]
 
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """``nn.Parameter(x)`` is ``x.detach().requires_grad_()``: no longer lent."""
+        if self.version is not None:
+            self.version.lent.pop(id(self), None)
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property  # type: ignore[override]
+    def data(self) -> ShardedTensor:
+        return self.detach()
+
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write values: the memory stays that of the buffer. What ``.data`` gave before keeps the
-        old values, in memory of its own: it may be assigned again (``backup = p.data``)."""
+        """Write values: the memory stays that of the buffer. What ``.data`` and ``detach()`` gave
+        before keeps the old values, in memory of its own: it may be assigned again
+        (``backup = p.data``)."""
         piece = value if isinstance(value, ShardedTensor) else None
         view = piece is not None and piece.version is not None
         if piece is not None and view and (piece.version, piece.cut) == (self.version, self.cut):
