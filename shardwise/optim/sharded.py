@@ -271,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped: list[Tensor] = []
         try:
             for number, (_, steps) in enumerate(parts):
-                with _plain_attributes():
+                with _plain_attributes(), torch._C._DisableAutocast():
                     stepped += next(steps)
                 mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
         except BaseException as error:
