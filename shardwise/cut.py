@@ -67,7 +67,7 @@ class Version:
     # Made after wrapping (on the meta device): replicas may differ until the first forward.
     unsynced: bool = False
     beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
-    # By id: what ``.data`` gave of the buffer's tensors, while somebody holds it.
+    # By id: what ``.data`` and ``detach()`` gave of the buffer's tensors, while somebody holds it.
     lent: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
 
     def await_readers(self) -> None:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.cut import Cut, Version
@@ -41,19 +40,6 @@ UNREDUCED = (
     "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
     "set_requires_gradient_sync(True) before the last backward of a step"
 )
-
-
-class _OnPiecesAlone(TorchDispatchMode):
-    """Let no operation on a ShardedTensor return anything but ShardedTensors."""
-
-    def __torch_dispatch__(  # type: ignore[override]
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        ours = args and isinstance(args[0], ShardedTensor)
-        result = _operations(func, args, kwargs or {}) if ours else func(*args, **(kwargs or {}))
-        if ours and not isinstance(result, ShardedTensor):
-            raise NotImplementedError(f"{func}: a copy of what torch takes for a view")
-        return result
 
 
 class ShardedTensor(DTensor):
@@ -151,17 +137,28 @@ class ShardedTensor(DTensor):
             self._local_tensor.data_ptr = functools.partial(int, id(self.cut))  # type: ignore[method-assign]
         return self._local_tensor.data_ptr()
 
-    @property  # type: ignore[override]
-    def data(self) -> ShardedTensor:
-        alias: Any = self.detach()
+    def detach(self) -> ShardedTensor:
+        alias: Any = super().detach()  # type: ignore[no-untyped-call]
         if self.version is not None:
             self.version.lent[id(alias)] = alias
         return alias  # type: ignore[no-any-return]
 
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """``nn.Parameter(x)`` is ``x.detach().requires_grad_()``: no longer lent."""
+        if self.version is not None:
+            self.version.lent.pop(id(self), None)
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property  # type: ignore[override]
+    def data(self) -> ShardedTensor:
+        return self.detach()
+
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write values: the memory stays that of the buffer. What ``.data`` gave before keeps the
-        old values, in memory of its own: it may be assigned again (``backup = p.data``)."""
+        """Write values: the memory stays that of the buffer. What ``.data`` and ``detach()`` gave
+        before keeps the old values, in memory of its own: it may be assigned again
+        (``backup = p.data``)."""
         piece = value if isinstance(value, ShardedTensor) else None
         view = piece is not None and piece.version is not None
         if piece is not None and view and (piece.version, piece.cut) == (self.version, self.cut):
@@ -181,11 +178,9 @@ class ShardedTensor(DTensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write in place where the elements are one run; else through the whole tensor (collective
-        over the axes that cut it), where torch (an unbound ``Tensor.__setitem__``, too) would write
-        to a gathered copy."""
+        over the axes that cut it), where an unbound ``Tensor.__setitem__`` is refused."""
         try:
-            with _OnPiecesAlone():  # type: ignore[no-untyped-call]
-                super().__setitem__(key, value)
+            super().__setitem__(key, value)
         except NotImplementedError:
             if torch.is_grad_enabled() and self.requires_grad:
                 raise

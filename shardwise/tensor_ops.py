@@ -73,6 +73,13 @@ class Operations:
             "equal": self._equal,
             # fill_diagonal_ writes to such a view inside of torch, where no copy can refuse it.
             "as_strided": self._refuse,
+            # nn.init.orthogonal_ does it to what is wide.
+            "t_": partial(
+                self._refuse,
+                why="a shard is not transposed in place",
+                fix="initialise values = torch.empty(p.shape), as nn.init.orthogonal_ does, on "
+                "every rank alike, and p.copy_(values)",
+            ),
             "_local_scalar_dense": self._item,
             "is_pinned": lambda func, args, kwargs: args[0]._local_tensor.is_pinned(),
             "record_stream": lambda func, args, kwargs: func(args[0]._local_tensor, *args[1:]),

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,26 +41,27 @@ from shardwise.notices import warn_once
 logger = logging.getLogger(__name__)
 
 
+_shares: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
 class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
-    of: str = ""  # the parameter of which this is a copy, where torch would have given a view
     placements: tuple[()] = ()  # on no mesh: every rank has it whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        copy_of = getattr(args[0], "of", "") if args else ""
-        written = tree_flatten(args[0] if _writes(func.__name__) else (kwargs or {}).get("out"))[0]
-        if lost := [one.of for one in written if getattr(one, "of", "")]:
-            raise NotImplementedError(
-                f"{func.__name__} writes to a gathered copy of '{lost[0]}', and not to the "
-                f"parameter: write with parameter.copy_(values) under torch.no_grad(), or clone "
-                f"this tensor first"
-            )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            given = tree_flatten((args, kwargs))[0]
+            copies = [(one, one.plain._version) for one in given if isinstance(one, _Copy)]
+            args, kwargs = tree_map_only(_Copy, attrgetter("plain"), (args, kwargs or {}))
+            result = func(*args, **kwargs)
+            for one, before in copies:
+                if one.plain._version != before:
+                    one.refuse(func.__name__)
             if type(result) is Tensor and func not in get_default_nowrap_functions():
-                return whole(result, copy_of if result._is_view() else "")
+                of = [one.of for one, _ in copies if _shares(one.plain, result)]
+                return whole(result, "".join(of[:1]))
         return result
 
     def full_tensor(self) -> Tensor:
@@ -74,11 +76,40 @@ class WholeTensor(Tensor):
         return format(self.full_tensor(), spec)
 
 
+class _Copy(WholeTensor):
+    """A copy of what torch would have given as a view: it can be read, and not written."""
+
+    of: str  # the parameter
+    plain: Tensor  # the memory, with a version counter of its own
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """For calls inside of torch, of which ``__torch_function__`` hears nothing: an unbound
+        ``Tensor.__setitem__`` takes a view, and writes to it."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, _Copy) and argument.alias_info and argument.alias_info.is_write:
+                value.refuse(func)
+        args, kwargs = tree_map_only(_Copy, attrgetter("plain"), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def refuse(self, what: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{what} writes to a gathered copy of '{self.of}', and not to the parameter: write "
+            f"with parameter.copy_(values) under torch.no_grad(), or clone this tensor first"
+        )
+
+    def full_tensor(self) -> Tensor:
+        return self.plain
+
+
 def whole(value: Tensor, of: str = "") -> WholeTensor:
     """``value`` as a WholeTensor: the same memory and the same graph. ``of``: the parameter that a
     copy is taken for a view of."""
-    made = value.as_subclass(WholeTensor)
-    made.of = of
+    made: Any = value.as_subclass(_Copy if of else WholeTensor)
+    if of:
+        made.of, made.plain = of, value
     return made  # type: ignore[no-any-return]
 
 
@@ -117,6 +148,9 @@ def on_the_whole(
     Where autograd records it, the result is a replicated DTensor: torch refuses to mix those with
     a rank's activations, whose gradients would reach the parameter unreduced.
     """
+    if torch.is_inference_mode_enabled() and _is_view(func):  # a view is as its base is
+        with torch.inference_mode(False):
+            return on_the_whole(func, name, args, kwargs, outs, mesh)
     recorded = _records((args, kwargs))
     warn_once(
         logger,
@@ -161,17 +195,6 @@ def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         operands, keywords = tree_map_only(Tensor, placed, (operands, keywords))
     func(target, *operands, **keywords)
     return target
-
-
-def _writes(name: str) -> bool:
-    return (
-        name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name in _INPLACE)
-    )
-
-
-_INPLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
 
 
 def _is_view(func: Any) -> bool:

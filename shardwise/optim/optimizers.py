@@ -93,6 +93,7 @@ def optimizer(
     if matrix is not None:
         _warn_of_routes(found)
     made = ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+    made.routes = [(one.name, one.parameter, one.route) for one in found]
     made.frozen = [(one.name, one.parameter) for one in routed if not one.parameter.requires_grad]
     return made
 

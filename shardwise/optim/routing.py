@@ -85,7 +85,7 @@ def route(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Route]:
     """Choose the optimizer of every parameter, before or after sharding by this library or torch,
-    and before ``sw.optimizer``: one that was built keeps its routes.
+    and before ``sw.optimizer``: one that was built keeps its routes, and warns when it steps.
 
     Args:
         matrix, elementwise: parameters to send there against the default: name patterns

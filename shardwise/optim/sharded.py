@@ -16,6 +16,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from shardwise.optim.gradients import (
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
+from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded, route_problems
 from shardwise.optim.storage import (
     axes_of,
     cut_along_rows,
@@ -80,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip: Clip | None = None  # of the next step
         self.clipped = ""  # how, in words: ranks must clip alike
         self.frozen: list[tuple[str, Tensor]] = []  # by name: the model's that have no group
+        self.routes: list[tuple[str, Tensor, Route]] = []  # that the groups were made by
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
         self.last_norms: list[tuple[str, Tensor]] = []
         super().__init__(groups, defaults or {})
@@ -189,6 +191,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "they are trainable now. Use add_param_group, or build it anew",
                     quoted(names),
                 )
+        routes = [(name, made, recorded(p) or made) for name, p, made in self.routes]
+        matrices = ("kind", "split", "flat") if self._matrix_groups else ()
+        steps = attrgetter("settings", *matrices)  # whatever the reason
+        if names := [name for name, made, r in routes if r is not made and steps(r) != steps(made)]:
+            warn_once(
+                logger,
+                "sw.route chose otherwise for %s after this optimizer was built, which keeps the "
+                "routes that it was built with: build it anew",
+                quoted(names),
+            )
         members = [one for matrices in self._matrix_groups or () for one in matrices.members]
         planned = {id(one.parameter): id(one.group) for one in members}
         groups = [group for group in self.param_groups if group["kind"] != "elementwise"]
@@ -259,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped: list[Tensor] = []
         try:
             for number, (_, steps) in enumerate(parts):
-                with _plain_attributes():
+                with _plain_attributes(), torch._C._DisableAutocast():
                     stepped += next(steps)
                 mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
         except BaseException as error:

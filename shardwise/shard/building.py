@@ -64,7 +64,7 @@ class Wrapping:
         self.placements, self.precision, self.device = placements, precision, device_of(mesh)
         self.found = find_parameters(self.roots, ignored or set())
         self.buffers = own_buffers(self.roots)
-        self.held = held_by(self.found, self.buffers)
+        self.held = held_by(self.found, self.buffers + own_buffers(self.roots, attributes=True))
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 

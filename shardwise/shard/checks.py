@@ -188,7 +188,7 @@ def untied_problems(found: Sequence[Found]) -> list[str]:
 
 
 def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> list[Held]:
-    """The memory of trainable parameters and of buffers, but for those with gaps."""
+    """The memory of trainable parameters, of buffers and attributes, but for those with gaps."""
     trained = [(f.name, f.local) for f in found if f.local.requires_grad and not f.local.is_meta]
     held = []
     for name, one in [*trained, *buffers]:
@@ -200,7 +200,7 @@ def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> li
 
 
 def _shared_problems(held: Sequence[Held]) -> list[str]:
-    """Problems of trainable parameters in the memory of others, or of buffers
+    """Problems of trainable parameters in the memory of others, or of buffers and attributes
     (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own."""
     problems: list[str] = []
     before: dict[StorageWeakRef, list[Held]] = {}

@@ -291,7 +291,8 @@ def mark_written(model: nn.Module) -> None:
     Weights that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8)
     are made anew by the next forward. Call it after the write, on every rank. Torch's operations on
     a parameter or its ``to_local()``, every ``torch.optim`` optimizer and every load are seen
-    without it.
+    without it. A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy)
+    shows the memory of the unwrapped model: what is written there reaches no weight, told or not.
     """
     units = list(units_of(model))
     if not units:

@@ -105,17 +105,25 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
     return [one for one in found if isinstance(one, Found)]
 
 
-def own_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+def own_buffers(
+    roots: Sequence[nn.Module], *, attributes: bool = False
+) -> list[tuple[str, Tensor]]:
     """Names and values of the buffers below ``roots`` that no inner unit has, but for sparse and
-    distributed ones."""
+    distributed ones; or of tensors that are plain attributes, or in short lists and dicts there."""
     below = modules_below([("", root) for root in roots], lambda one: unit_of(one) is not None)
     own = [(path, module) for path, module, inner in below if not inner]
-    return [
-        (f"{path}{name}", buffer)
+    found = [
+        (f"{path}{name}", value)
         for path, module in own
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.layout == torch.strided and type(buffer) is Tensor
+        for name, values in (vars(module) if attributes else module._buffers).items()
+        for value in (_inside(values) if name not in ("_parameters", "_buffers") else ())
     ]
+    return [(n, v) for n, v in found if type(v) is Tensor and v.layout == torch.strided]
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    value = list(value.values()) if isinstance(value, dict) else value
+    return value[:64] if isinstance(value, list | tuple) else (value,)
 
 
 def parameters_and_units(

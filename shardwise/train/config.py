@@ -52,6 +52,12 @@ FIXED = {
     "module": "the weights of the checkpoint are those of the other model",
     "lora_rank": "the weights of the checkpoint have another rank",
 }
+# The fields that do nothing beside such a value of another: refused where a flag sets them.
+IDLE = {
+    "matrix_lr": ("optimizer", "adamw"),
+    "decay": ("schedule", "cosine"),
+    "lora_alpha": ("lora_rank", 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

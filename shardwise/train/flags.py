@@ -17,6 +17,8 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from tyro.conf import FlagConversionOff, OmitArgPrefixes, arg
 
+from shardwise.train.config import IDLE
+
 T = TypeVar("T")
 
 
@@ -71,11 +73,19 @@ def given(flags: Mapping[str, Any], groups: Mapping[str, str] | None = None) -> 
 
 
 def changed(config: T, changes: Mapping[str, Any]) -> T:
-    """A configuration with some values replaced; a mapping replaces values of the one inside."""
+    """A configuration with some values replaced; a mapping replaces values of the one inside.
+    Raises where one of them has no effect in it."""
     values = {
         name: changed(getattr(config, name), value)
         if isinstance(value, Mapping) and getattr(config, name) is not None
         else value
         for name, value in changes.items()
     }
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+    made = dataclasses.replace(config, **values)  # type: ignore[type-var]
+    for name, (other, value) in IDLE.items():
+        if name in changes and getattr(made, other, None) == value:
+            raise ValueError(
+                f"{name}={changes[name]!r} has no effect with {other}={value!r}: leave it out, or "
+                f"choose another {other}"
+            )
+    return made

@@ -79,6 +79,7 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     net.head.weight.data = net.embedding.weight.data
     net.blocks[1].down.weight.data = net.blocks[0].up.weight.data.t()
     net.register_buffer("seen", net.blocks[0].norm.weight.data)
+    net.kept = {"rows": net.embedding.weight.data[:4]}
     state = net.state_dict()
     sw.fully_shard(net.blocks[0], mesh=mesh)
     sw.fully_shard(net.blocks[1], mesh=mesh)
@@ -86,6 +87,7 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     assert "'head.weight' lies in the memory of 'embedding.weight'" in message
     assert "'down.weight' lies in the memory of 'up.weight'" in message
     assert "'seen' lies in the memory of 'norm.weight'" in message
+    assert "'kept' lies in the memory of 'embedding.weight'" in message
     # Another model over the memory that a wrapped one began with is none of its parts.
     del state["head.weight"], state["blocks.1.down.weight"], state["seen"]
     net = Net()

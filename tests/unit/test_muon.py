@@ -330,3 +330,27 @@ def test_what_was_frozen_and_is_trainable_now_is_told(caplog: pytest.LogCaptureF
         set_gradients(model, 0)
         optimizer.step()
         assert caplog.text.count("were frozen when this optimizer was built") == told
+
+
+def test_a_route_that_comes_after_the_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Weights(SHAPES)
+
+    def build(matrix: Any = None) -> Any:
+        return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
+
+    optimizer, told = build(sw.muon()), 0
+    for route, built, tells in (
+        ({"matrix": "wide"}, None, False),  # where it is already
+        ({"settings": {"wide": {"lr_scale": 0.5}}}, None, True),
+        ({"elementwise": "tall"}, build(), False),  # that one has no matrices
+        ({"settings": {"square": {"lr_scale": 0.5}}}, None, True),
+    ):
+        optimizer, told = built or optimizer, told + tells
+        sw.route(model, **route)
+        set_gradients(model, 0)
+        optimizer.step()
+        assert caplog.text.count("chose otherwise") == told, route
+    sw.route(model, elementwise="tall")
+    set_gradients(model, 0)
+    build(sw.muon()).step()
+    assert caplog.text.count("chose otherwise") == told

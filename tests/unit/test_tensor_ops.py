@@ -240,14 +240,17 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
     ):
         with pytest.raises(NotImplementedError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")
+    with pytest.raises(NotImplementedError, match=r"initialise values = .*p.copy_\(values\)"):
+        nn.init.orthogonal_(tensor)
     with pytest.raises(
         NotImplementedError,
         match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor",
     ):
         tensor.resize_(3, 3)
-    values, backup = tensor.full_tensor(), tensor.data
+    values, backup, other = tensor.full_tensor(), tensor.data, tensor.detach()
     tensor.data = torch.zeros(7, 13)
     assert not tensor.full_tensor().any() and values.any()
+    check(other, values)
     for wrong in (torch.zeros(7, 12), torch.zeros(7, 13, dtype=torch.float64)):
         with pytest.raises(NotImplementedError, match=r"model.to\(dtype\)"):
             tensor.data = wrong
@@ -296,9 +299,14 @@ def check_reads(rank: int, world_size: int, *case: Any) -> None:
         lambda: tensor.t().mul_(2),
         lambda: torch._foreach_zero_([tensor[:, 0]]),
         lambda: torch.mul(tensor[:, 0], 2, out=tensor[:, 0]),
+        lambda: nn.functional.relu(tensor.t(), inplace=True),
+        lambda: tensor.t().data.zero_(),
+        lambda: torch.Tensor.__setitem__(tensor, (slice(None), 0), 1.0),
     ):
         with pytest.raises(NotImplementedError, match="gathered copy of 'wide'"):
             write()
+    with torch.inference_mode():
+        torch.testing.assert_close(tensor.t().numpy(), full.t().numpy())
     torch.optim.SGD([nn.Parameter(tensor)]).step()  # what was read, or refused, hinders nobody
     tensor.t().clone().zero_()
     check(tensor, full)

@@ -83,6 +83,13 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     assert dataclasses.replace(after, steps=300, model=model) == before
     again = changed(after, {"model": {"rope_scaling": {"original_context": 64}}})
     assert again.model.rope_scaling == RopeScaling(factor=2.0, original_context=64)
+    for idle in (
+        {"matrix_lr": 0.1, "optimizer": "adamw"},
+        {"decay": 0.3, "schedule": "cosine"},
+        {"lora_alpha": 8.0},
+    ):
+        with pytest.raises(ValueError, match=rf"{next(iter(idle))}=.* has no effect with"):
+            changed(before, idle)
 
 
 def test_help_and_version_import_no_torch() -> None:
