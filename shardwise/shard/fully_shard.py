@@ -66,8 +66,10 @@ def fully_shard(
 
     All ranks must run the same units in the same order, and step their optimizers alike, with
     gradients of the same parameters. Each backward compares what the ranks did since the backward
-    before, and raises an error on every rank where they differ. One mistake is not noticed there: a
-    rank that leaves out a whole iteration, with its step. A save, or the end of the run, shows it.
+    before, and raises an error on every rank where they differ. Two mistakes are not noticed there:
+    a rank that leaves out a whole iteration, with its step (a save, or the end of the run, shows
+    it), and one that alone writes to weights or gradients (``if rank == 0: p.zero_()``): it writes
+    its own piece. Where ranks hold copies, a save tells that these differ.
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
