@@ -22,7 +22,14 @@ from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import Format
-from shardwise.shard.checks import described, experts_axis, held_by, share_of, wrapping_problems
+from shardwise.shard.checks import (
+    described,
+    experts_axis,
+    held_by,
+    share_of,
+    warn_of_views,
+    wrapping_problems,
+)
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
@@ -64,7 +71,8 @@ class Wrapping:
         self.placements, self.precision, self.device = placements, precision, device_of(mesh)
         self.found = find_parameters(self.roots, ignored or set())
         self.buffers = own_buffers(self.roots)
-        self.held = held_by(self.found, self.buffers + own_buffers(self.roots, attributes=True))
+        self.held = held_by(self.found, self.buffers)
+        warn_of_views(self.found, own_buffers(self.roots, attributes=True), mesh)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 

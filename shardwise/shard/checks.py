@@ -8,7 +8,7 @@ ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ def untied_problems(found: Sequence[Found]) -> list[str]:
 
 
 def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> list[Held]:
-    """The memory of trainable parameters, of buffers and attributes, but for those with gaps."""
+    """The memory of trainable parameters and of buffers, but for those with gaps."""
     trained = [(f.name, f.local) for f in found if f.local.requires_grad and not f.local.is_meta]
     held = []
     for name, one in [*trained, *buffers]:
@@ -200,20 +200,37 @@ def held_by(found: Sequence[Found], buffers: Sequence[tuple[str, Tensor]]) -> li
 
 
 def _shared_problems(held: Sequence[Held]) -> list[str]:
-    """Problems of trainable parameters in the memory of others, or of buffers and attributes
+    """Problems of trainable parameters in the memory of others, or of buffers
     (``head.weight.data = embedding.weight.data``): wrapping gives each memory of its own."""
-    problems: list[str] = []
+    return [
+        f"'{one.name}' lies in the memory of '{other.name}', and would be trained apart from "
+        f"it: tie the parameters (head.weight = embedding.weight), or clone() one"
+        for one, other in _overlaps(held)
+    ]
+
+
+def warn_of_views(
+    found: Sequence[Found], attributes: Sequence[tuple[str, Tensor]], mesh: DeviceMesh
+) -> None:
+    """Warn of plain tensors (``self.cache = self.weight.data``) in the memory of parameters."""
+    if pairs := list(_overlaps(held_by(found, attributes))):
+        warn_once(
+            logger,
+            "tensors that modules keep as attributes are views of weights, and stay as they are "
+            "when these are trained: %s. Compute them in forward",
+            ", ".join(f"'{one.name}' of '{other.name}'" for one, other in pairs[:4]),
+            mesh=mesh,
+        )
+
+
+def _overlaps(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
     before: dict[StorageWeakRef, list[Held]] = {}
     for one in held:
         others = before.setdefault(one.memory, [])
-        problems += [
-            f"'{one.name}' lies in the memory of '{other.name}', and would be trained apart from "
-            f"it: tie the parameters (head.weight = embedding.weight), or clone() one"
-            for other in others
-            if other.begin < one.end and one.begin < other.end
-        ]
+        yield from (
+            (one, other) for other in others if other.begin < one.end and one.begin < other.end
+        )
         others += [one] if one.trained else []
-    return problems
 
 
 def _same_values(one: Any, other: Any) -> bool:
