@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,12 @@ def matching(case: tuple[str, str, tuple[str, ...]], words: str) -> tuple[str, .
     return tuple(kind for kind in kinds if words in f"{name}, {precision}, {kind}")
 
 
+def peers() -> str:
+    """What is known of the peers, of which this command makes no rows."""
+    found = [name for name in ("torchao", "transformer_engine") if find_spec(name)]
+    return f"torchao (float8, rowwise) and Transformer Engine: installed {found or 'neither'}."
+
+
 def step_tables(
     rows: list[Row], kernels: list[Row], failed: list[str], mark: str
 ) -> Iterator[Table]:
@@ -227,7 +234,7 @@ def step_tables(
         note=f"{shapes}; vocab 32768 untied.\nzero(3), 1 rank, fp32 main weights and grads, reduce "
         f"fp32, blocks and loss compiled. A fresh\nprocess for each model and precision, "
         f"{WARMUPS} + {STEPS} steps. host: to issue a step to an idle\ndevice; busy: any kernel "
-        f"runs; idle: of 3 steps with the profiler on.\n" + "\n".join(failed),
+        f"runs; idle: of 3 steps with the profiler on.\n" + "\n".join([*failed, peers()]),
         columns=columns
         | {
             "step": ("step ms", ".1f"),

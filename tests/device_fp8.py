@@ -119,6 +119,24 @@ def swiglu_writes_the_codes_of_its_values() -> None:
                 assert differ < most, f"{tokens} {number} {index}: {differ} differ"
 
 
+def norms_and_heads_become_codes_as_in_separate_passes() -> None:
+    for tokens in (300, 512):
+        h = torch.randn(tokens, 640, device=DEVICE).bfloat16()
+        h[3, 5] = float("nan")
+        factors = torch.rand(tokens, 1, device=DEVICE)
+        runs = [partial(fp8_block.quantise_norm, h, factors, h[7], "exact")]
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+            heads = torch.randn(2, 256, 384, 128, device=DEVICE).bfloat16().permute(order)
+            runs.append(partial(fp8_block.quantise_heads, heads, "exact"))
+        for number, made in enumerate(runs):
+            with fp8_block.tallied():
+                expected = made()
+            for index, (mine, theirs) in enumerate(zip(made(), expected, strict=True)):
+                mine[(mine == 0x80) & (index % 2 == 0)] = 0  # padding: zeros of either sign
+                theirs[(theirs == 0x80) & (index % 2 == 0)] = 0
+                same(mine, theirs.cpu(), f"{tokens} {number} {index}")
+
+
 def weights_encoded() -> None:
     generator = torch.Generator().manual_seed(4)
     for dtype in (torch.bfloat16, torch.float32):
@@ -406,6 +424,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     any_number_of_tokens,
     parts_quantised_side_by_side,
     swiglu_writes_the_codes_of_its_values,
+    norms_and_heads_become_codes_as_in_separate_passes,
     weights_encoded,
     many_weights_encoded_in_one_launch,
     products_are_those_of_the_decoded_operands,

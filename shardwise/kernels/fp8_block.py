@@ -189,14 +189,20 @@ def write_tile(
 @triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features, total,
-    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr, even: tl.constexpr, alone: tl.constexpr,
+    stride, of_batch, of_head, bands, wide, rows: tl.constexpr, columns: tl.constexpr,
+    square: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr, even: tl.constexpr,
+    alone: tl.constexpr, heads: tl.constexpr,
 ):  # fmt: skip
-    strips, stride = features // 128, features // 2
+    strips = features // 128
     if alone:
         total = features
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
+    if heads:  # ``bands`` of tokens in a sequence, ``wide`` strips in a head
+        x_ptr += (band // bands).to(tl.int64) * of_batch + (strip // wide).to(tl.int64) * of_head
+        x_ptr += (band % bands).to(tl.int64) * 128 * stride + strip % wide * 64
+    else:
+        stride = features // 2
+        x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
     a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even)
     write_tile(
         a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
@@ -205,12 +211,27 @@ def _quantise_kernel(
 
 
 @triton.jit
+def to_words(first, second, native: tl.constexpr):
+    """fp32 values of an even and an odd feature, as words of two bf16."""
+    if native:
+        words = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        lower = bf16_bits(first.to(tl.int32, bitcast=True), True) >> 16
+        words = (lower & 0xFFFF) | bf16_bits(second.to(tl.int32, bitcast=True), True)
+    return words
+
+
+@triton.jit
 def _encode_kernel(
     x_ptr, codes_ptr, scales_ptr, largest_ptr, tiles_ptr, count, columns, listed: tl.constexpr,
     measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr, rceil: tl.constexpr,
     native: tl.constexpr,
 ):  # fmt: skip
-    """``measures``: write the largest magnitude of each tile, no codes; ``shared``: read it."""
+    """``measures``: write the largest magnitude of each tile, no codes; ``shared``: read it.
+    Two neighbours of a row are read at once, and their codes written."""
     tile = tl.program_id(0)
     one = tl.zeros([1, 1], tl.int32)  # a scalar of a reduction is not stored alike by every Triton
     if listed:  # tiles of many matrices: see ``list_tiles``
@@ -222,18 +243,24 @@ def _encode_kernel(
         strips = columns // 128
         start = (tile // strips).to(tl.int64) * 128 * columns + tile % strips * 128
         into, number = start, tile
-    place = tl.arange(0, 128)[:, None] * columns + tl.arange(0, 128)[None, :]
-    bits = bf16_bits(tl.load(x_ptr + start + place), wide)
+    place = tl.arange(0, 128)[:, None] * (columns // 2) + tl.arange(0, 64)[None, :]
+    words = tl.load(x_ptr + start // 2 + place)
+    if wide:
+        first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
+        first, second = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+        words = to_words(first, second, native)
     if shared:
         largest = tl.load(largest_ptr + tile + one)
     else:
-        largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        largest = _largest(_largest(words, 1, native), 0, native)
+        largest = (_larger(largest, largest >> 16, False) & 0x7FFF) << 16
     if measures:
         tl.store(largest_ptr + tile + one, largest)
     else:
-        scale, inverse = block_scale(largest, rceil)
-        codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
-        tl.store(codes_ptr + into + place, codes)
+        scale, inverse = block_scale(largest, rceil, native)
+        tl.store(
+            codes_ptr + into // 2 + place, _two(low(words) * inverse, high(words) * inverse, native)
+        )
         tl.store(scales_ptr + number + one, scale)
 
 
@@ -253,12 +280,12 @@ def _turn_kernel(codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns):
     tl.store(out_scales_ptr + strip * (rows // 128) + band, tl.load(scales_ptr + tl.program_id(0)))
 
 
-def _raw(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+def _pairs(x: Tensor) -> Tensor:
+    return x.view(torch.int64 if x.dtype == torch.float32 else torch.int32)
 
 
 def quantise(
-    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128
+    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128; or heads
     planes: tuple[Tensor, Tensor] | None,  # uint8 [padded, features], fp32 [features / 128, padded]
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
@@ -266,9 +293,17 @@ def quantise(
     rounding: str = "exact",
 ) -> None:
     """Fill the planes that are given, which may be the part of x in wider ones; ``padded``: the
-    tokens, up to a multiple of 128."""
+    tokens, up to a multiple of 128. Heads are [batch, tokens, heads, features], side by side, with
+    features contiguous and multiples of 128 of tokens and features."""
     assert not square or planes, "the first pass finds the largest of a tile"
-    tokens, features = x.shape
+    places = (1,) * 5
+    if heads := x.dim() == 4:
+        batch, tokens, count, features = x.shape
+        of_batch, stride, of_head, _ = (step // 2 for step in x.stride())
+        places = stride, of_batch, of_head, tokens // WIDE, features // WIDE
+        tokens, features = batch * tokens, count * features
+    else:
+        tokens, features = x.shape
     padded = -(-tokens // WIDE) * WIDE
     if not tokens:
         return
@@ -281,9 +316,9 @@ def quantise(
     run(
         _quantise_kernel, (padded // WIDE * (features // WIDE),),
         x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features, total,
-        rows=planes is not None, columns=turned is not None, square=square,
+        *places, rows=planes is not None, columns=turned is not None, square=square,
         rceil=rounding == "rceil", native=casts_natively(x.device),
-        even=tokens == padded, alone=total == features, num_warps=8 if square else 4,
+        even=tokens == padded, alone=total == features, heads=heads, num_warps=8 if square else 4,
     )  # fmt: skip
 
 
@@ -345,10 +380,11 @@ def encode(
     for measures in (True, False) if owners is not None else (False,):
         run(
             _encode_kernel, (count,),
-            _raw(x), codes, scales, largest, x if tiles is None else tiles.entries, count, columns,
-            listed=tiles is not None, measures=measures,
-            shared=owners is not None and not measures, wide=x.dtype == torch.float32,
-            rceil=rounding == "rceil", native=casts_natively(x.device), num_warps=16, maxnreg=64,
+            _pairs(x), codes.view(torch.int16), scales, largest,
+            x if tiles is None else tiles.entries, count, columns, listed=tiles is not None,
+            measures=measures, shared=owners is not None and not measures,
+            wide=x.dtype == torch.float32, rceil=rounding == "rceil",
+            native=casts_natively(x.device), num_warps=16,
         )  # fmt: skip
         if measures and owners is not None:
             every = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")

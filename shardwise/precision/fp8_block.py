@@ -177,12 +177,39 @@ def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> 
 def quantise_swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Quantised:
     """:func:`quantise` of silu(gate) · up, turned in 128x128, computed in fp32 and rounded once."""
     if not counts() and uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_swiglu
+        from shardwise.kernels import fp8_fused
 
         found = empty(gate, True, WIDE)
-        fp8_swiglu.swiglu((gate, up), found, rounding=rounding)
+        fp8_fused.swiglu((gate, up), found, rounding=rounding)
         return found
     return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE, rounding)
+
+
+def quantise_norm(h: Tensor, factors: Tensor, weight: Tensor, rounding: Rounding) -> Quantised:
+    """:func:`quantise` of h [..., features] · factors [..., 1] · weight [features], turned in
+    128x128, computed in fp32 and rounded once."""
+    h, factors = h.reshape(-1, h.shape[-1]), factors.reshape(-1, 1)
+    if not counts() and uses_kernels(h.device) and h.dtype == weight.dtype == torch.bfloat16:
+        from shardwise.kernels import fp8_fused
+
+        found = empty(h, True, WIDE)
+        h, factors, weight = h.contiguous(), factors.contiguous(), weight.contiguous()
+        fp8_fused.norm(h, factors, weight, found, rounding=rounding)
+        return found
+    return quantise((h.float() * factors * weight.float()).to(h.dtype), True, WIDE, rounding)
+
+
+def quantise_heads(x: Tensor, rounding: Rounding) -> Quantised:
+    """:func:`quantise` of heads [batch, tokens, heads, features], side by side, turned in 128x128;
+    tokens and features are multiples of 128, and features are contiguous."""
+    batch, tokens, heads, width = x.shape
+    if counts() or not uses_kernels(x.device):
+        return quantise(x.reshape(batch * tokens, heads * width), True, WIDE, rounding)
+    from shardwise.kernels import fp8_block
+
+    found = empty(x.new_empty(batch * tokens, 0), True, WIDE, heads * width)
+    fp8_block.quantise(x, found[:2], found[2:], square=True, rounding=rounding)
+    return found
 
 
 def quantise_swiglu_backward(
@@ -191,11 +218,11 @@ def quantise_swiglu_backward(
     """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
     # The kernel needs the shared memory of Hopper.
     if not counts() and scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_swiglu
+        from shardwise.kernels import fp8_fused
 
         found = empty(dh, True, 1, 2 * dh.shape[1])
         sources = (dh.contiguous(), gate, up)
-        fp8_swiglu.swiglu(sources, found, gate_first=gate_first, rounding=rounding)
+        fp8_fused.swiglu(sources, found, gate_first=gate_first, rounding=rounding)
         return found
     of_h, wide, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
     of_gate, of_up = of_h * up.float() * sigma * (1 + wide * (1 - sigma)), of_h * wide * sigma

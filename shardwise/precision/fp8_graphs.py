@@ -8,7 +8,8 @@
                 dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
 
 Each line is one operator. Where x is silu(gate) · up, forward's is quantise(silu(gate) · up) · Wᵀ:
-x is written as codes only. So are the gradients of gate and up in backward, computed from x's.
+x is written as codes only. So are norms, h · factors · weight, and the heads of attention, side by
+side; and in backward the gradients of gate and up, computed from x's.
 
 That is fewer and larger products, and less work for the host, which may need more time for a step
 than the device. It is done for weights whose codes lie one after another in the gathered memory;
@@ -19,12 +20,13 @@ their ``place`` says so when a graph is made, and operators ask again when it ru
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph
+from torch.utils.checkpoint import CheckpointPolicy
 
 Node = Any  # of torch.fx: the types of its arguments are too many to ask for
 
@@ -42,19 +44,24 @@ SHAPES = (
 
 
 def install() -> None:
-    """Let inductor join layers, after what others have asked it to do there."""
+    """Let inductor change graphs, after what others have asked it to do there."""
+    _install("joint_custom_post_pass", keep)
+    _install("post_grad_custom_pre_pass", join)
+
+
+def _install(place: str, change: Callable[[Graph], None]) -> None:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    before: Any = config.post_grad_custom_pre_pass
+    before: Any = getattr(config, place)
 
-    class Join(CustomGraphPass):
-        joins_fp8 = True
+    class Change(CustomGraphPass):
+        changes_fp8 = True
 
         def __call__(self, graph: Graph) -> None:
             for one in before if isinstance(before, (list, tuple)) else filter(None, [before]):
                 one(graph)
-            join(graph)
+            change(graph)
 
         def uuid(self) -> Any:
             mine = get_hash_for_files((__file__, str(Path(__file__).with_name("fp8_operators.py"))))
@@ -63,8 +70,18 @@ def install() -> None:
             theirs = before.uuid() if isinstance(before, CustomGraphPass) else None
             return theirs and (mine, theirs)  # None: nothing is cached, as without this
 
-    if not getattr(before, "joins_fp8", False):
-        config.post_grad_custom_pre_pass = Join()
+    if not getattr(before, "changes_fp8", False):
+        setattr(config, place, Change())
+
+
+def keep(graph: Graph) -> None:
+    """Keep sums for backward whose norms are written as codes, and not their terms: forward writes
+    them for the operator that norms, and backward would read the terms twice to add them again."""
+    for node in graph.nodes:
+        if node.target is ops.fp8_quantise.default:
+            h, *_ = _normed(_base(node.args[0])) or (node,)
+            if h.target is aten.add.Tensor:
+                h.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def join(graph: Graph) -> None:
@@ -77,7 +94,7 @@ def join(graph: Graph) -> None:
         changed |= _join_gradients(graph, node, terms)
     for node in list(graph.nodes):
         if node.target is ops.fp8_linears.default:
-            changed |= _fuse_swiglu(node)
+            changed |= _fuse_source(node)
         elif node.target is ops.fp8_linear_backward.default:
             changed |= _fuse_swiglu_backward(node)
     if changed:
@@ -301,13 +318,50 @@ def _alike(first: Node, second: Node) -> bool:
     return first.meta["val"].shape == second.meta["val"].shape  # type: ignore[no-any-return]
 
 
-def _fuse_swiglu(node: Node) -> bool:
+def _fuse_source(node: Node) -> bool:
+    """Let the operator read what x is made of, where nobody else reads x."""
     (x,), *rest = node.args
-    found = _gated(x) if rest[2] == 128 else None  # turned in squares
-    if found is None or _outlives(_base(x)) or _uses(_base(x)) > 1:
+    base = _base(x)
+    if rest[2] != 128 or _outlives(base) or _uses(base) > 1:  # 128: turned in squares
+        return False
+    found = _gated(base) or _normed(base) or _heads(base) or ()
+    shapes = [each.meta["val"].shape for each in found]
+    wide = [shape[2] * shape[3] if len(found) == 1 else shape[-1] for shape in shapes]
+    if not found or wide[0] != x.meta["val"].shape[1]:  # norms of parts of a token, for one
         return False
     node.args = (list(found), *rest)
     return True
+
+
+def _heads(node: Node) -> tuple[Node] | None:
+    """The heads [batch, tokens, heads, features] of which ``node`` is a copy, in another order."""
+    source = node.args[0] if node.target is aten.clone.default else None
+    value = None if source is None else source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.dtype != torch.bfloat16:
+        return None
+    whole = not value.shape[1] % 128 and not value.shape[3] % 128
+    return (source,) if whole and value.stride(3) == 1 else None
+
+
+def _normed(node: Node) -> tuple[Node, Node, Node] | None:
+    """h, a factor for each token and weight, where ``node`` is their product, computed in fp32."""
+    if node.target not in CASTS or _dtype(node) != torch.bfloat16:
+        return None
+    for product, weight in _factors(node.args[0]):
+        for left, factors in _factors(product):
+            h, weight = _base(left, CASTS), _base(weight, CASTS)
+            shape = h.meta["val"].shape
+            fits = (
+                _dtype(h) == _dtype(weight) == torch.bfloat16 and _dtype(factors) == torch.float32
+            )
+            wanted = (*shape[:-1], 1), (shape[-1],)
+            if fits and (factors.meta["val"].shape, weight.meta["val"].shape) == wanted:
+                return h, factors, weight
+    return None
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _uses(node: Node) -> int:

@@ -66,7 +66,7 @@ def _product(x, scales, parameter, bias, phase, dtype, place) -> Tensor:
 
 
 def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor]:
-    codes, _, *others = fp8_block.empty(x[0], True, turned)
+    codes, _, *others = fp8_block.empty(x[0].reshape(-1, parameters[0].shape[1]), True, turned)
     rows = iter([parameter.shape[0] for parameter in parameters])
     widths = [sum(itertools.islice(rows, count)) for count in counts]
     return [*others, *(x[0].new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
@@ -78,10 +78,15 @@ def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor
     _fake_linears,
 )
 def _linears(x, parameters, counts, turned, rounding, dtype) -> Any:
-    """x, or silu(gate) · up where x is these two, turned; its scales, and the products by weights
-    that lie one after another, ``counts`` of them each; see fp8_graphs.py."""
-    if len(x) == 2:
+    """x, turned; its scales, and the products by weights that lie one after another, ``counts`` of
+    them each; see fp8_graphs.py. Two tensors: x is silu(gate) · up; three: x is h · factors ·
+    weight; one of four dimensions: x are its heads, side by side."""
+    if len(x) == 3:
+        codes, scales, *results = fp8_block.quantise_norm(x[0], x[1], x[2], rounding)
+    elif len(x) == 2:
         codes, scales, *results = fp8_block.quantise_swiglu(x[0], x[1], rounding)
+    elif x[0].dim() == 4:
+        codes, scales, *results = fp8_block.quantise_heads(x[0], rounding)
     else:
         codes, scales, *results = fp8_block.quantise(x[0], True, turned, rounding)
     weights = map(weight_of, parameters)

@@ -35,11 +35,12 @@ class Layers(nn.Module):
         self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
         self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.rms_norm(x, (WIDTH,))
+        h = self.first(x)
         x = x + self.out(self.query(h) * torch.cat([self.key(h), torch.tanh(self.value(h))], -1))
-        h = F.rms_norm(x, (WIDTH,))
+        h = self.second(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
@@ -47,8 +48,11 @@ def operator_of(node: Any) -> str | None:
     if "shardwise" not in str(node.target):
         return None
     name = str(node.target).split(".")[1]
-    gated = len(node.args) == 9 or (name == "fp8_linears" and len(node.args[0]) == 2)
-    return f"{name}, gated" if gated else name
+    if name == "fp8_linears":
+        first, *others = node.args[0]
+        of_heads = ", heads" * (first.meta["val"].dim() == 4)
+        return name + (of_heads, ", gated", ", norm")[len(others)]
+    return name + ", gated" * (len(node.args) == 9)
 
 
 def backend(change: Callable[[Any], object], seen: list[Counter[str]]) -> Any:
@@ -56,12 +60,19 @@ def backend(change: Callable[[Any], object], seen: list[Counter[str]]) -> Any:
         change(module.graph)
         module.recompile()
         seen.append(Counter(filter(None, map(operator_of, module.graph.nodes))))
+        kept = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        seen[-1]["sums kept"] = sum(name.startswith("add") for name in kept)
         return make_boxed_func(module.forward)
+
+    def partition(module: Any, inputs: Any, **options: Any) -> Any:
+        if change is fp8_graphs.join:
+            fp8_graphs.keep(module.graph)
+        return min_cut_rematerialization_partition(module, inputs, **options)
 
     return aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )
 
@@ -95,7 +106,10 @@ def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strateg
         Counter(fp8_linear_backward=7),
     ]
     # In the buffer ``out``, of the query's size, lies between the query and its key and value.
-    assert graphs[2] == [Counter(fp8_linears=4), Counter(fp8_linear_backward=5)]
+    assert graphs[2] == [
+        Counter({"fp8_linears": 2, "fp8_linears, norm": 2}),
+        Counter({"fp8_linear_backward": 5, "sums kept": 1}),
+    ]
     for name, expected in plain.items():
         apart = (joined[name] - expected).norm() / expected.norm()
         assert apart < 0.02, f"{name}: {apart}"
@@ -105,6 +119,10 @@ def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strateg
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused": lambda gate, up: up * F.silu(gate),
     "silu twice": lambda gate, up: F.silu(F.silu(gate)) * up,
+    "heads": lambda gate, up: (gate + up).view(2, 6, -1, 128).transpose(1, 2).reshape(gate.shape),
+    "norms of parts": lambda gate, up: F.rms_norm(
+        gate.unflatten(2, (6, 128)), (128,), up[0, 0, :128], 1e-5
+    ).flatten(2),
     "one more factor": lambda gate, up: 2.0 * (F.silu(gate) * up),
 }
 
@@ -135,7 +153,8 @@ def test_swiglu_is_part_of_the_products_around_it(rank: int, world_size: int, wa
         model: Any = torch.compile(net, backend=backend(change, seen))
         generator = torch.Generator().manual_seed(3)
         for batch in (2, 3)[: 2 if way == "fused" else 1]:  # no whole blocks of tokens
-            x = torch.randn(batch, 100, WIDTH, generator=generator).requires_grad_()
+            length = 128 if way == "heads" else 100
+            x = torch.randn(batch, length, WIDTH, generator=generator).requires_grad_()
             y = model(x)
             y.backward(torch.randn(y.shape, generator=generator.manual_seed(4)).to(y.dtype))
         assert x.grad is not None
@@ -149,7 +168,9 @@ def test_swiglu_is_part_of_the_products_around_it(rank: int, world_size: int, wa
             {"fp8_linears": 1, "fp8_linears, gated": 1},
             {"fp8_linear_backward": 1, "fp8_linear_backward, gated": 1},
         ]
-    assert graphs[1] == expected_graphs
+    if way == "heads":
+        expected_graphs[0] = {"fp8_linears": 1, "fp8_linears, heads": 1}
+    assert graphs[1] == [Counter(each) for each in expected_graphs]
     for name, expected in plain.items():
         apart = (fused[name] - expected).norm() / expected.norm()
         assert apart < 0.02, f"{name}: {apart}"

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 if INSIDE:
     from shardwise.kernels import fp8_block as kernels
-    from shardwise.kernels import fp8_swiglu, grouped_codes
+    from shardwise.kernels import fp8_fused, grouped_codes
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -50,6 +50,15 @@ def test_parts_of_one_tensor_are_quantised_side_by_side(monkeypatch: pytest.Monk
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.equal(mine.nan_to_num(-1), theirs.nan_to_num(-1))
         assert tally.figures()["values"] == x.numel()
+
+
+@inside
+def test_heads_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values(768, 256, torch.bfloat16).view(2, 3, 128, 256).transpose(1, 2)
+    expected = fp8_block.quantise_heads(x, "exact")
+    monkeypatch.setattr(fp8_block, "uses_kernels", lambda device: True)
+    for mine, theirs in zip(fp8_block.quantise_heads(x, "exact"), expected, strict=True):
+        assert torch.equal(mine.nan_to_num(-1), theirs.nan_to_num(-1))
 
 
 @inside
@@ -195,22 +204,29 @@ def test_rows_are_turned_into_blocks_of_one_expert() -> None:
 
 @inside
 @pytest.mark.parametrize("tokens", [128, 150])
-def test_swiglu_and_its_gradient_write_both_planes(tokens: int) -> None:
+def test_norms_swiglu_and_its_gradient_write_both_planes(tokens: int) -> None:
     """Of rows that lie apart, as slices of one product do; but for the last bit of exp."""
     generator = torch.Generator().manual_seed(5)
     both = torch.randn(tokens, 512, generator=generator).bfloat16()
     both[9, 3], both[20] = float("nan"), 0.0
     gate, up = both[:, :256], both[:, 256:]
     dh = torch.randn(tokens, 256, generator=generator).bfloat16()
+    factors, weight = torch.rand(tokens, generator=generator), dh[0]
+    expected = fp8_block.quantise_norm(gate, factors, weight, "exact")
+    found = [torch.full_like(part, 7) for part in expected]
+    fp8_fused.norm(gate.contiguous(), factors, weight, found)
+    found[0][tokens:], found[2][:, tokens:] = 0, 0  # of either sign
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.nan_to_num(-1), theirs.nan_to_num(-1))
     for gate_first in (None, True, False)[: 3 if tokens == 150 else 1]:
         if gate_first is None:
             expected = fp8_block.quantise_swiglu(gate, up, "exact")
             found = [torch.full_like(part, 7) for part in expected]
-            fp8_swiglu.swiglu((gate, up), found)
+            fp8_fused.swiglu((gate, up), found)
         else:
             expected = fp8_block.quantise_swiglu_backward(dh, gate, up, gate_first, "exact")
             found = [torch.full_like(part, 7) for part in expected]
-            fp8_swiglu.swiglu((dh, gate, up), found, gate_first=gate_first)
+            fp8_fused.swiglu((dh, gate, up), found, gate_first=gate_first)
         for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             if index % 2:  # scales
                 torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=0.0, equal_nan=True)

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from shardwise.kernels import (  # noqa: E402
-    fp8_swiglu,
+    fp8_fused,
     grouped_activation,
     grouped_codes,
     grouped_fc1,
@@ -187,7 +187,9 @@ def test_passes_that_write_codes() -> None:
     raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr", "turned_ptr"), "*i32")
     raw["codes_ptr"] = "*i16"
     constants = {"rceil": False, "even": True, "assembly": True}
-    built(fp8_swiglu._swiglu_kernel, constants, POINTERS | raw, num_warps=16)
-    constants |= {"gate_first": True, "stages": fp8_swiglu.STAGES}
-    made = built(fp8_swiglu._swiglu_backward_kernel, constants, POINTERS | raw, num_warps=16)
+    built(fp8_fused._swiglu_kernel, constants, POINTERS | raw, num_warps=16)
+    constants |= {"gate_first": True, "stages": fp8_fused.STAGES}
+    made = built(
+        fp8_fused._swiglu_backward_kernel, constants, POINTERS | raw, num_warps=fp8_fused.WARPS
+    )
     assert made.metadata.shared <= SHARED_MEMORY, made.metadata.shared

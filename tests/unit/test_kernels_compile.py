@@ -24,6 +24,7 @@ from shardwise.kernels import (  # noqa: E402
     block,
     factors,
     fp8_block,
+    fp8_fused,
     momentum,
     product,
     symmetric,
@@ -162,9 +163,12 @@ def test_fp8_in_blocks_of_128() -> None:
         (False, True, False, False, False),
     ):
         constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
-        constants |= {"native": True, "even": even, "alone": even}
+        constants |= {"native": True, "even": even, "alone": even, "heads": rceil}
         check(compiled(fp8_block._quantise_kernel, constants, pointers), products=False)
-    pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
+    words = {"h_ptr": "*i32", "weight_ptr": "*i32", "factors_ptr": "*fp32"}
+    for even in (True, False):
+        constants = {"rceil": even, "even": even, "assembly": True}
+        check(compiled(fp8_fused._norm_kernel, constants, pointers | words), products=False)
     # One matrix, a list of tiles, the two passes over a list whose tiles share scales.
     for listed, measures, shared, wide in (
         (False, False, False, True),
@@ -173,11 +177,12 @@ def test_fp8_in_blocks_of_128() -> None:
         (True, False, True, True),
     ):
         constants = {"listed": listed, "measures": measures, "shared": shared, "wide": wide}
-        types = pointers | {"x_ptr": "*i32" if wide else "*i16"}
+        types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
         made = compiled(
             fp8_block._encode_kernel, constants | {"rceil": shared, "native": True}, types
         )
         check(made, products=False)
+    pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
     check(compiled(fp8_block._turn_kernel, {}, pointers), products=False)
     constants = {"high": 4, "wide": 2048, "rceil": False, "native": True}
     made = compiled(fp8_block._rows_kernel, constants, pointers | {"x_ptr": "*i16"})

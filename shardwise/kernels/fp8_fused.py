@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_block.py``.
+"""Norms, SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_block.py``.
 
 ::
 
-    forward     gate, up       ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
-    backward    dh, gate, up   ->  dgate, dup               rows in 1x128, turned in 1x128
+    norm        h, factors, weight  ->  h · factors · weight     rows in 1x128, turned in 128x128
+    SwiGLU      gate, up            ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
+    gradient    dh, gate, up        ->  dgate, dup               rows in 1x128, turned in 1x128
 
+A norm's factors, one for each token, are found before: a program has 128 features of its tokens.
 Values are computed once, in fp32, and rounded to bf16 before they become codes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,37 +22,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.fp8_block import WIDE, high, load_tile, low, write_tile
+from shardwise.kernels.fp8_block import WIDE, high, load_tile, low, to_words, write_tile
 from shardwise.kernels.grouped import interpreted
 from shardwise.kernels.grouped_activation import sigmoid
 from shardwise.kernels.launch import run
-from shardwise.kernels.mxfp8 import bf16_bits
 from shardwise.kernels.symmetric import multiprocessors
 
 # Tiles of which backward loads some ahead; forward has a program for each tile. On an H200, of
-# 16384x14336: backward 740 us, where torch's and the quantiser after it took 545 and 580; the first
-# form of this kernel 756, with two stages 911, with a program for each tile 794 to 1295.
-STAGES = 3
-
-
-@triton.jit
-def _words(first, second, assembly: tl.constexpr):
-    """fp32 values of an even and an odd feature, as words of two bf16."""
-    if assembly:
-        words = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    else:
-        lower = bf16_bits(first.to(tl.int32, bitcast=True), True) >> 16
-        words = (lower & 0xFFFF) | bf16_bits(second.to(tl.int32, bitcast=True), True)
-    return words
+# 16384x14336: backward 625 us, where torch's and the quantiser after it took 545 and 580; with 16
+# warps 742, with two stages and twice the programs 817, with one stage 945 to 1290.
+STAGES, WARPS = 3, 8
 
 
 @triton.jit
 def _h(gate, up, assembly: tl.constexpr):
     even = low(gate) * sigmoid(low(gate), assembly) * low(up)
-    return _words(even, high(gate) * sigmoid(high(gate), assembly) * high(up), assembly)
+    return to_words(even, high(gate) * sigmoid(high(gate), assembly) * high(up), assembly)
 
 
 @triton.jit
@@ -72,6 +59,38 @@ def _swiglu_kernel(
 
 
 @triton.jit
+def _normed(
+    h, factors_ptr, token, tokens, lower, upper, even: tl.constexpr, assembly: tl.constexpr
+):  # fmt: skip
+    inside = None if even else token < tokens
+    factor = tl.load(factors_ptr + token, mask=inside, other=None if even else 0.0)
+    return to_words(low(h) * factor * lower, high(h) * factor * upper, assembly)
+
+
+@triton.jit
+def _norm_kernel(
+    h_ptr, factors_ptr, weight_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens,
+    padded, features, rceil: tl.constexpr, even: tl.constexpr, assembly: tl.constexpr,
+):  # fmt: skip
+    strips, stride = features // 128, features // 2
+    band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
+    start, left = band.to(tl.int64) * 128, tokens - band * 128
+    h = load_tile(h_ptr + start * stride + strip * 64, stride, left, even)
+    weight = tl.load(weight_ptr + strip * 64 + tl.arange(0, 64)[None, :])
+    lower, upper = low(weight), high(weight)
+    token = 4 * tl.arange(0, 32)[:, None]
+    factors_ptr += start
+    write_tile(
+        _normed(h[0], factors_ptr, token, left, lower, upper, even, assembly),
+        _normed(h[1], factors_ptr, token + 1, left, lower, upper, even, assembly),
+        _normed(h[2], factors_ptr, token + 2, left, lower, upper, even, assembly),
+        _normed(h[3], factors_ptr, token + 3, left, lower, upper, even, assembly),
+        codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, features,
+        True, True, True, rceil, assembly,
+    )  # fmt: skip
+
+
+@triton.jit
 def _of_gate(dh, gate, up, sigma):
     return dh * up * sigma * (1.0 + gate * (1.0 - sigma))
 
@@ -81,8 +100,8 @@ def _gradients(dh, gate, up, assembly: tl.constexpr):
     """The words of the gradients of gate and of up."""
     lower, upper = sigmoid(low(gate), assembly), sigmoid(high(gate), assembly)
     even = _of_gate(low(dh), low(gate), low(up), lower)
-    of_gate = _words(even, _of_gate(high(dh), high(gate), high(up), upper), assembly)
-    return of_gate, _words(low(dh) * low(gate) * lower, high(dh) * high(gate) * upper, assembly)
+    of_gate = to_words(even, _of_gate(high(dh), high(gate), high(up), upper), assembly)
+    return of_gate, to_words(low(dh) * low(gate) * lower, high(dh) * high(gate) * upper, assembly)
 
 
 @triton.jit
@@ -141,11 +160,34 @@ def swiglu(
         tokens, padded, features, gate.stride(0), up.stride(0),
     )  # fmt: skip
     tiles = padded // WIDE * (features // WIDE)
-    constants = {"rceil": rounding == "rceil", "even": tokens == padded, "num_warps": 16}
+    constants: dict[str, int] = {"rceil": rounding == "rceil", "even": tokens == padded}
     constants["assembly"] = not interpreted()
     if len(sources) == 2:
-        run(_swiglu_kernel, (tiles,), *arguments, **constants)
+        run(_swiglu_kernel, (tiles,), *arguments, **constants, num_warps=16)
     else:
-        constants |= {"gate_first": gate_first, "stages": STAGES}
+        constants |= {"gate_first": gate_first, "stages": STAGES, "num_warps": WARPS}
         programs = min(tiles, multiprocessors(gate.device))
         run(_swiglu_backward_kernel, (programs,), *arguments, tiles, **constants)
+
+
+def norm(
+    h: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128
+    factors: Tensor,  # fp32 [tokens], contiguous
+    weight: Tensor,  # bf16 [features]
+    planes: Sequence[Tensor],
+    *,
+    rounding: str = "exact",
+) -> None:
+    """Fill the planes of ``fp8_block.quantise`` of h · factors · weight, turned in 128x128. Tokens
+    past the last are zeros of either sign."""
+    tokens, features = h.shape
+    padded = -(-tokens // WIDE) * WIDE
+    if tokens:
+        codes, scales, turned, turned_scales = planes
+        run(
+            _norm_kernel, (padded // WIDE * (features // WIDE),),
+            h.view(torch.int32), factors, weight.view(torch.int32), codes.view(torch.int16), scales,
+            turned.view(torch.int32), turned_scales, tokens, padded, features,
+            rceil=rounding == "rceil", even=tokens == padded, assembly=not interpreted(),
+            num_warps=8,
+        )  # fmt: skip
