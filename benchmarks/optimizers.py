@@ -122,8 +122,9 @@ def main(arguments: Sequence[str]) -> None:
         }
         several = options.jobs > 1
         found = run_jobs(list(jobs.values()), at_once=options.jobs, pinned=several, until=until)
+    found = {name: curve for name, curve in found.items() if curve.finished}
     if not found:
-        raise RuntimeError("no run was evaluated: see above")
+        raise RuntimeError("no run came to its end: see above")
     rows_by, curves_by = before
     for one in options.optimizers:
         runs = [found[job.name] for (of, _), job in jobs.items() if of == one and job.name in found]

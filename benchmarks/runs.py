@@ -57,6 +57,7 @@ class Curve:
     step: float  # median seconds of a step
     low: list[float] = field(default_factory=list)  # of several runs: the lowest and highest bits
     high: list[float] = field(default_factory=list)
+    finished: bool = True  # whether the run came to its last step
 
     def until(self, tokens: float) -> Curve:
         """The curve up to this number of tokens."""
@@ -87,6 +88,7 @@ def curve_of(name: str, folder: Path) -> Curve | None:
         bits=[event["bits_per_byte"] for event in scored],
         bigram=run["corpus"].get("bigram") or math.nan,
         step=median,
+        finished=any(event.get("reason") == "finished" for event in events_of(events, "end")),
     )
 
 
@@ -149,8 +151,8 @@ def run_jobs(
 
 
 def finished(jobs: Sequence[Job], curves: Mapping[str, Curve]) -> list[Curve]:
-    """The curves in the order of the jobs; raises where a run has none."""
-    missing = [job.name for job in jobs if job.name not in curves]
+    """The curves in the order of the jobs; raises where a run has none, or was ended early."""
+    missing = [job.name for job in jobs if job.name not in curves or not curves[job.name].finished]
     if missing:
         raise RuntimeError(f"without a result: {', '.join(missing)} (their last lines are above)")
     return [curves[job.name] for job in jobs]
@@ -175,7 +177,8 @@ def train(job: Job, *, core: int | None = None, until: float = math.inf) -> Curv
         lines = job.log.read_text(errors="replace").splitlines()[-12:]
         print(f"{job.name}: ended with {code}", *lines, sep="\n  ", flush=True)
     if curve is not None:
-        print(f"{job.name}: {curve.bits[-1]:.4f} bits/byte", flush=True)
+        early = "" if curve.finished else " when it was ended"
+        print(f"{job.name}: {curve.bits[-1]:.4f} bits/byte{early}", flush=True)
     return curve
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks import report, shown_run
 from benchmarks.muon_vs_adamw import picture, reached
 from benchmarks.runs import Curve, finished, mean_of, run_jobs
+from benchmarks.shown_results import Shown, Size
 from shardwise.report.svg import BLUE, ORANGE
 
 NAME = "AdamW"
@@ -31,8 +32,8 @@ def measure(options: argparse.Namespace) -> Path:
     """Train with this rate; the file with the mean of the seeds."""
     size = shown_run.SMOKE if options.smoke else shown_run.FULL
     most = min(size.most, int(options.text * 2**20))
-    shown = shown_run.Shown(
-        size=shown_run.Size(**{**vars(size), "steps": options.steps, "most": most}),
+    shown = Shown(
+        size=Size(**{**vars(size), "steps": options.steps, "most": most}),
         scratch=options.scratch,
         results=options.out,
         seeds=options.seeds,

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of ``shardwise bench shown-run``: tables, texts, and the events of every run."""
+"""The state of ``shardwise bench shown-run``, and its results: tables, texts, and the events of
+every run."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import tarfile
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from benchmarks import fp8_learns, report
 from benchmarks.muon_vs_adamw import picture, reached
-from benchmarks.runs import Curve, mean_of
+from benchmarks.runs import Curve, Job, mean_of
 from shardwise.report.svg import BLUE, ORANGE, Canvas
-
-if TYPE_CHECKING:
-    from benchmarks.shown_run import Shown
 
 Flags = Mapping[str, str | int | float]
 NAMES = {"muon": "Muon", "adamw": "AdamW"}
@@ -24,6 +26,86 @@ NAMES = {"muon": "Muon", "adamw": "AdamW"}
 def words_of(flags: Flags) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large everything is."""
+
+    recipe: str
+    experts: str  # the recipe with experts
+    flags: Flags  # of every run of the recipe
+    experts_flags: Flags
+    steps: int
+    sweep_steps: int
+    after_rates: float  # seconds that the stages after the rates need: with less, no more rates
+    rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
+    lr: float  # of Muon's other parameters
+    fp8: str  # the format
+    most: int  # bytes of text
+    sample: int
+    roots: tuple[str, ...] | None = None
+    tokenizer: str = "bpe:8192"
+
+
+@dataclass
+class Shown:
+    """The state of the whole: where things lie, and what is known by now."""
+
+    size: Size
+    scratch: Path
+    results: Path
+    seeds: int
+    parts: Sequence[str]  # of PARTS
+    until: float
+    facts: dict[str, str]
+    text: dict[str, Any] = field(default_factory=dict)
+    sweep: list[report.Row] = field(default_factory=list)
+    best: dict[str, float] = field(default_factory=dict)
+    curves: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    fp8: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    experts: Curve | None = None
+    lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
+    said: dict[str, str] = field(default_factory=dict)  # texts that were written
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the result files
+    reading: threading.Lock = field(default_factory=threading.Lock)  # of the little text
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    # ------------------------------------------------------------------------------ jobs
+
+    def job(self, recipe: str, name: str, *flags: Flags, steps: int) -> Job:
+        """A run on all tokens; later flags replace earlier ones."""
+        merged: dict[str, str | int | float] = {
+            "data": str(self.scratch / "text" / "tokens"),
+            "steps": steps,
+            "warmup": max(1, steps // 20),
+            "eval-every": max(1, steps // 15),
+            "save-every": steps,
+            "keep": 1,
+        }
+        for more in flags:
+            merged |= more
+        return Job(name=name, words=[recipe, *words_of(merged)], folder=self.runs / name)
+
+    def run(self, optimizer: str, seed: int, name: str = "", **more: str | int | float) -> Job:
+        """A run of the recipe with the best rate."""
+        steps, flags = int(more.pop("steps", self.size.steps)), self.size.flags
+        chosen: Flags = {"optimizer": optimizer, "seed": seed, **self.rates(optimizer)}
+        name = name or f"{optimizer}-{seed}"
+        return self.job(self.size.recipe, name, flags, chosen, more, steps=steps)
+
+    def rates(self, optimizer: str, rate: float | None = None) -> Flags:
+        rate = self.best[optimizer] if rate is None else rate
+        return {"lr": rate} if optimizer == "adamw" else {"matrix-lr": rate, "lr": self.size.lr}
+
+    @property
+    def runs(self) -> Path:
+        return self.scratch / "runs"
+
+
+# ------------------------------------------------------------------------------------ tables
 
 RUNS = {
     "case": ("run", "s"),

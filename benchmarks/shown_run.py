@@ -19,42 +19,20 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine_text, report
-from benchmarks.runs import CLI, Curve, Job, run_jobs, start, stop, train
-from benchmarks.shown_results import NAMES, Flags, words_of, write
+from benchmarks.runs import CLI, Job, run_jobs, start, stop, train
+from benchmarks.shown_results import NAMES, Flags, Shown, Size, words_of, write
 from shardwise.report.html import read_events
 
 PROMPTS = ("def main(", "import torch", "The ")
 PARTS = ("rates", "joined", "experts", "fp8")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How large everything is."""
-
-    recipe: str
-    experts: str  # the recipe with experts
-    flags: Flags  # of every run of the recipe
-    experts_flags: Flags
-    steps: int
-    sweep_steps: int
-    after_rates: float  # seconds that the stages after the rates need: with less, no more rates
-    rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
-    lr: float  # of Muon's other parameters
-    fp8: str  # the format
-    most: int  # bytes of text
-    sample: int
-    roots: tuple[str, ...] | None = None
-    tokenizer: str = "bpe:8192"
 
 
 QUIET: Flags = {"sample": 0, "profile-step": 0}
@@ -106,84 +84,27 @@ SMOKE = Size(
 )
 
 
-@dataclass
-class Shown:
-    """The state of the whole: where things lie, and what is known by now."""
-
-    size: Size
-    scratch: Path
-    results: Path
-    seeds: int
-    parts: Sequence[str]  # of PARTS
-    until: float
-    facts: dict[str, str]
-    text: dict[str, Any] = field(default_factory=dict)
-    sweep: list[report.Row] = field(default_factory=list)
-    best: dict[str, float] = field(default_factory=dict)
-    curves: dict[tuple[str, int], Curve] = field(default_factory=dict)
-    fp8: dict[tuple[str, int], Curve] = field(default_factory=dict)
-    experts: Curve | None = None
-    lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
-    said: dict[str, str] = field(default_factory=dict)  # texts that were written
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the result files
-    reading: threading.Lock = field(default_factory=threading.Lock)  # of the little text
-
-    @property
-    def left(self) -> float:
-        return self.until - time.monotonic()
-
-    def stage(self, name: str, needed: float, work: Callable[[], object]) -> None:
-        """A part that may fail without the others; left out where less than ``needed`` seconds are
-        there. What is known is written after it."""
-        began = time.monotonic()
-        print(f"== {name}, {self.left:.0f} s left", flush=True)
-        try:
-            if self.left < needed:
-                raise TimeoutError(f"left out: {self.left:.0f} s were left, {needed:.0f} needed")
-            work()
-        except Exception as error:  # whatever it is, the other stages go on
-            traceback.print_exc()
-            self.lines[name] = f"{type(error).__name__}: {error}"
-        self.text[f"{name} s"] = round(time.monotonic() - began, 1)
-        try:
-            with self.lock:
-                write(self)
-        except Exception:  # the events are there all the same
-            traceback.print_exc()
-
-    # ------------------------------------------------------------------------------ jobs
-
-    def job(self, recipe: str, name: str, *flags: Flags, steps: int) -> Job:
-        """A run on all tokens; later flags replace earlier ones."""
-        merged: dict[str, str | int | float] = {
-            "data": str(self.scratch / "text" / "tokens"),
-            "steps": steps,
-            "warmup": max(1, steps // 20),
-            "eval-every": max(1, steps // 15),
-            "save-every": steps,
-            "keep": 1,
-        }
-        for more in flags:
-            merged |= more
-        return Job(name=name, words=[recipe, *words_of(merged)], folder=self.runs / name)
-
-    def run(self, optimizer: str, seed: int, name: str = "", **more: str | int | float) -> Job:
-        """A run of the recipe with the best rate."""
-        steps, flags = int(more.pop("steps", self.size.steps)), self.size.flags
-        chosen: Flags = {"optimizer": optimizer, "seed": seed, **self.rates(optimizer)}
-        name = name or f"{optimizer}-{seed}"
-        return self.job(self.size.recipe, name, flags, chosen, more, steps=steps)
-
-    def rates(self, optimizer: str, rate: float | None = None) -> Flags:
-        rate = self.best[optimizer] if rate is None else rate
-        return {"lr": rate} if optimizer == "adamw" else {"matrix-lr": rate, "lr": self.size.lr}
-
-    @property
-    def runs(self) -> Path:
-        return self.scratch / "runs"
-
-
 # ------------------------------------------------------------------------------------ stages
+
+
+def stage(shown: Shown, name: str, needed: float, work: Callable[[], object]) -> None:
+    """A part that may fail without the others; left out where less than ``needed`` seconds are
+    there. What is known is written after it."""
+    began = time.monotonic()
+    print(f"== {name}, {shown.left:.0f} s left", flush=True)
+    try:
+        if shown.left < needed:
+            raise TimeoutError(f"left out: {shown.left:.0f} s were left, {needed:.0f} needed")
+        work()
+    except Exception as error:  # whatever it is, the other stages go on
+        traceback.print_exc()
+        shown.lines[name] = f"{type(error).__name__}: {error}"
+    shown.text[f"{name} s"] = round(time.monotonic() - began, 1)
+    try:
+        with shown.lock:
+            write(shown)
+    except Exception:  # the events are there all the same
+        traceback.print_exc()
 
 
 def warm(shown: Shown, *, experts: bool) -> None:
@@ -476,7 +397,7 @@ def run_all(shown: Shown) -> None:
     while the one before it is about to end."""
 
     def staged(name: str, needed: float, work: Callable[[Shown], None]) -> None:
-        shown.stage(name, needed, lambda: work(shown))
+        stage(shown, name, needed, lambda: work(shown))
 
     def wait(future: Future[None], ready: Callable[[], bool]) -> None:
         while not future.done() and not ready():
@@ -489,7 +410,7 @@ def run_all(shown: Shown) -> None:
             pool.submit(warm, shown, experts=True)
         staged("text", 20, read_text)
         rest = pool.submit(staged, "tokens", 0, all_tokens)
-        shown.stage("warm", 0, warming.result)
+        stage(shown, "warm", 0, warming.result)
         if "rates" in shown.parts:
             staged("rates", 60, find_rates)
         rest.result()

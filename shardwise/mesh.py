@@ -70,10 +70,10 @@ class PretendedMesh(DeviceMesh):
     ``backend``: "nccl" or "gloo", as which its axes count what they send.
     """
 
-    device_type: Any = "meta"
-    mesh_dim_names: Any = ()
-    shape: Any = ()
-    ndim: Any = 0
+    device_type = "meta"
+    mesh_dim_names: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+    ndim: int = 0
     __hash__ = object.__hash__
 
     def __init__(
@@ -88,7 +88,7 @@ class PretendedMesh(DeviceMesh):
         self._parts: dict[tuple[str, ...], PretendedMesh] = {}
 
     @staticmethod
-    def _concatenate(meshes: Sequence[Any]) -> PretendedMesh:
+    def _concatenate(meshes: Sequence[PretendedMesh]) -> PretendedMesh:  # type: ignore[override]
         """The axes of both, those of the second inside."""
         first, second = meshes
         return PretendedMesh(
@@ -107,14 +107,15 @@ class PretendedMesh(DeviceMesh):
     def size(self, axis: int | None = None) -> int:
         return math.prod(self.shape) if axis is None else self.shape[axis]
 
-    def get_coordinate(self) -> Any:
-        return list(self._coordinate)
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self._coordinate
 
-    def get_group(self, axis: Any = 0) -> Any:
+    def get_group(self, axis: int = 0) -> comm.Axis:  # type: ignore[override]
         """In the place of a process group: ``comm`` takes either."""
         return self._axes[axis]
 
-    def __getitem__(self, names: Any) -> PretendedMesh:
+    def __getitem__(self, names: str | tuple[str, ...]) -> PretendedMesh:
+        names = (names,) if isinstance(names, str) else names
         if names not in self._parts:
             chosen = [self.mesh_dim_names.index(name) for name in names]
             sizes, places = ([x[i] for i in chosen] for x in (self.shape, self._coordinate))

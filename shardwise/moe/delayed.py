@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.moe.weights import ExpertTensor, WriteGradient
+from shardwise.moe.weights import Pending
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor_steps import on_zero_grad
 
@@ -35,7 +35,7 @@ class DelayedGradients:
 
     def __init__(self) -> None:
         # one list per backward: (parameters, writer of their gradient), second linear first
-        self._pending: list[list[tuple[ExpertTensor, WriteGradient]]] = []
+        self._pending: list[Pending] = []
         self._anchor: Tensor | None = None
         self._module: weakref.ref[nn.Module] | None = None  # the module of the gradients
         self._done = True  # whether this backward has passed all uses of the module
@@ -67,7 +67,7 @@ class DelayedGradients:
         """The number of backwards whose weight gradients are pending."""
         return len(self._pending)
 
-    def delay(self, gradients: list[tuple[ExpertTensor, WriteGradient]]) -> None:
+    def delay(self, gradients: Pending) -> None:
         self._pending.append(gradients)
         self._done = False
         if not _waiting:
@@ -103,7 +103,7 @@ class DelayedGradients:
         self._seen, self._completions = set(), {}
         _waiting.discard(self)
 
-    def _refuse_swapped(self, pending: list[list[tuple[ExpertTensor, WriteGradient]]]) -> None:
+    def _refuse_swapped(self, pending: list[Pending]) -> None:
         """Raise for parameters that left the module and whose owner expects no delayed gradient."""
         module = self._module() if self._module is not None else None
         here = {id(parameter) for parameter in module.parameters()} if module is not None else set()

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,8 +42,22 @@ from shardwise.moe.products import (
     expert_of,
     make_products,
 )
-from shardwise.moe.weights import ExpertTensor, originals, parts_of, remember, rows_of, saved_by
+from shardwise.moe.weights import (
+    ExpertTensor,
+    Pending,
+    originals,
+    parts_of,
+    remember,
+    rows_of,
+    saved_by,
+)
 from shardwise.uncompiled import library, operator
+
+
+class Delays(Protocol):
+    """Takes the weight gradients of one backward, to compute them later."""
+
+    def delay(self, gradients: Pending) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +67,7 @@ class Work:
     bundles: Sequence[ExpertTensor]  # W1, W2 and, where there are biases, b1, b2
     products: LoopProducts
     form: Form
-    delayed: Any = None  # its ``delay`` takes the weight gradients; None: no delay
+    delayed: Delays | None = None  # None: no delay
 
 
 def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:

@@ -39,10 +39,10 @@ from shardwise.moe.dispatch import (
     sums,
 )
 from shardwise.moe.grouped_mlp import Inside
-from shardwise.moe.mlp import brought, by_parameter, mlp_backward, mlp_forward, room, work_of
+from shardwise.moe.mlp import Work, brought, by_parameter, mlp_backward, mlp_forward, room, work_of
 from shardwise.moe.products import check_ends
 from shardwise.moe.router import Routes
-from shardwise.moe.weights import originals, remember
+from shardwise.moe.weights import Pending, originals, remember
 from shardwise.uncompiled import library, operator
 
 _ops: Any = torch.ops.shardwise
@@ -247,11 +247,11 @@ def _fake_rows_backward(dy, saved, by_expert, numbers, parameters, text, trained
 class _Later:
     """Weight gradients that are computed when gradients of rows are under way."""
 
-    def delay(self, pending: Any) -> None:
-        self.pending = pending
+    def delay(self, gradients: Pending) -> None:
+        self._pending = gradients
 
-    def gradients(self, work: Any) -> list[Tensor | None]:
-        found = {id(bundle): bundle.gradients(write) for bundle, write in self.pending}
+    def gradients(self, work: Work) -> list[Tensor | None]:
+        found = {id(bundle): bundle.gradients(write) for bundle, write in self._pending}
         return [gradient for bundle in work.bundles for gradient in found[id(bundle)]]
 
 

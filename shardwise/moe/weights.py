@@ -277,6 +277,10 @@ class ExpertTensor:
 _given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
 
 
+# Gradients that one backward has still to compute, in the order in which they are.
+Pending = list[tuple[ExpertTensor, WriteGradient]]
+
+
 def _place(value: Tensor) -> tuple[int, int]:
     return int(value.untyped_storage()._cdata), int(value.storage_offset())
 

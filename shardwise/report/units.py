@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -176,6 +177,9 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
     with _own_classes(model):
         for module in [*model.modules()][::-1]:  # inner before outer: what is copied is found again
             for value in vars(module).values():
+                if type(value) in (dict, OrderedDict, set) and not value:
+                    copies[id(value)] = type(value)()  # most are: a module has twenty for hooks
+                    continue
                 try:
                     copy.deepcopy(value, copies)
                 except Exception:  # a process group, a lock: both have it

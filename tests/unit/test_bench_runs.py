@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.fp8_learns import paired, table
 from benchmarks.machine_text import gather
-from benchmarks.runs import curve_of, mean_of
-from benchmarks.shown_run import SMOKE, Shown, beyond, same_losses
+from benchmarks.runs import Job, curve_of, finished, mean_of
+from benchmarks.shown_results import Shown
+from benchmarks.shown_run import SMOKE, beyond, same_losses, stage
 
 
 def event(kind: str, step: int = 0, **values: Any) -> dict[str, Any]:
@@ -53,6 +56,11 @@ def test_runs_are_compared_where_all_of_them_came(tmp_path: Path) -> None:
     assert whole is not None and short is not None
     mean = mean_of("mean", [whole, short])
     assert mean.tokens == [200] and mean.low == mean.high == mean.bits == [3.0]
+    jobs = [Job(name=one, words=(), folder=tmp_path / one) for one in "ab"]
+    with pytest.raises(RuntimeError, match="without a result: a, b"):  # both ended before their end
+        finished(jobs, {"a": whole, "b": short})
+    ended = curve_of("c", written(tmp_path / "c", [*KILLED, event("end", 4, reason="finished")]))
+    assert ended is not None and finished(jobs[:1], {"a": ended}) == [ended]
     runs = paired({"bf16": whole, "x": short}, {"bf16": tmp_path / "a", "x": tmp_path / "b"})
     assert [run.bits for run in runs.values()] == [3.0, 3.0]
     made = table({name: {0: run} for name, run in runs.items()}, "muon", "words")
@@ -103,9 +111,9 @@ def test_a_stage_without_time_or_with_an_error_is_said_and_the_others_go_on(tmp_
         facts={"command": "none"},
     )
     done: list[str] = []
-    shown.stage("late", 60, lambda: done.append("late"))
-    shown.stage("wrong", 0, lambda: 1 / 0)
-    shown.stage("right", 0, lambda: done.append("right"))
+    stage(shown, "late", 60, lambda: done.append("late"))
+    stage(shown, "wrong", 0, lambda: 1 / 0)
+    stage(shown, "right", 0, lambda: done.append("right"))
     assert done == ["right"]
     text = (tmp_path / "out" / "shown-run-smoke.md").read_text()
     assert "late: TimeoutError: left out" in text and "wrong: ZeroDivisionError" in text
