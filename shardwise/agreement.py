@@ -95,10 +95,8 @@ def raise_together(
         mine: what this rank is about to do, in lines that must be equal on all ranks.
         same: ``mine`` in a few words, "wrap the same module".
     """
-    known = list(dict.fromkeys(problems))
+    known = list(problems)
     for axis in axes:
-        if axis.pretends:  # nobody else is there
-            continue
         everyone = comm.agree((known, list(mine)), axis)
         known = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
         lines = [theirs for _, theirs in everyone]

@@ -463,11 +463,12 @@ def _host_group(axis: Axis) -> Any:
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:
-    """The small Python object of every rank, in rank order: for checks, saves and loads. One
-    all-gather where no object is large; torch's own takes two, for sizes and for objects."""
+    """The small Python object of every rank that there is, in rank order: for checks, saves and
+    loads. One all-gather where no object is large; torch's own takes two, for sizes and for
+    objects. Behind an axis that pretends there is this rank alone."""
     axis = as_axis(group)
     if axis.size == 1 or axis.pretends:
-        return [values] * axis.size
+        return [values]
     packed = pickle.dumps(values)
     found = _gather_bytes(len(packed).to_bytes(8, "big") + packed, _SMALL_OBJECT, axis)
     lengths = [8 + int.from_bytes(start[:8], "big") for start in found]
