@@ -111,6 +111,16 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
     ]
 
 
+def quoted(names: Sequence[str]) -> str:
+    """The first few of many names.
+
+    >>> quoted("ab"), quoted("abcdef")
+    ("'a', 'b'", "'a', 'b', 'c', 'd' and 2 more")
+    """
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(f"'{name}'" for name in names[:4]) + more
+
+
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     >>> flattened({"model": {"dim": 512}, "seed": 0})

@@ -38,24 +38,8 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.files import File, HashedFile, write_file
-from shardwise.checkpoint.index import (
-    Chunk,
-    Entry,
-    Index,
-    dump,
-    for_torch,
-    numbers_in,
-    tensor_file,
-)
-from shardwise.checkpoint.manifest import (
-    INDEX,
-    METADATA,
-    STATE,
-    Manifest,
-    now,
-    rank_file,
-    versions,
-)
+from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, numbers_in, tensor_file
+from shardwise.checkpoint.manifest import INDEX, METADATA, STATE, Manifest, now, rank_file, versions
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
 from shardwise.checkpoint.state import State, json_state, model_state, placements_of
@@ -63,9 +47,9 @@ from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_sta
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
-from shardwise.optim.gradients import quoted
 from shardwise.shard.initial_values import checksum
 from shardwise.tensor import ShardedTensor
+from shardwise.words import quoted
 
 log = logging.getLogger(__name__)
 

@@ -40,12 +40,7 @@ from shardwise.models.layers import (
     norm_again,
     rotate,
 )
-from shardwise.models.loss import (
-    IGNORED,
-    Softmax,
-    linear_cross_entropy,
-    softmax_and_gradient,
-)
+from shardwise.models.loss import IGNORED, Softmax, linear_cross_entropy, softmax_and_gradient
 from shardwise.moe import (
     MixtureOfExperts,
     Routing,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.moe import convert_gate_up, declare_gate_up
+from shardwise.words import quoted
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -215,7 +216,7 @@ def _check_names(given: Any, expected: Any, what: str) -> None:
     missing, unknown = sorted({*expected} - {*given}), sorted({*given} - {*expected})
     if missing or unknown:
         parts = [
-            f"{len(names)} {kind} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})"
+            f"{len(names)} {kind} ({quoted(names)})"
             for kind, names in (("missing", missing), ("not known", unknown))
             if names
         ]

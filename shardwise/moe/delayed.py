@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.moe.weights import Pending
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor_steps import on_zero_grad
+from shardwise.words import quoted
 
 
 class DelayedGradients:
@@ -122,9 +123,8 @@ class DelayedGradients:
         module = self._module() if self._module is not None else None
         if module is None:
             return "a module that is gone"
-        names = [name for name, _ in module.named_parameters()]
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        return f"{type(module).__name__.removeprefix('FSDP')} ({shown})"
+        names = quoted([name for name, _ in module.named_parameters()])
+        return f"{type(module).__name__.removeprefix('FSDP')} ({names})"
 
     def belongs_to(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the module has some of these parameters."""

@@ -40,6 +40,7 @@ from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
 from shardwise.tensor_steps import refuse_unreduced
 from shardwise.tensor_whole import gathered
+from shardwise.words import quoted
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True
 # where only their modules know these ranks.
@@ -171,12 +172,6 @@ class Gradients:
             grad = parameter.grad
             if grad is not None and grad.dtype != parameter.dtype:
                 parameter.grad = grad.to(parameter.dtype)
-
-
-def quoted(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(f"'{name}'" for name in names[:4]) + more
 
 
 # ------------------------------------------------------------------------------ norm

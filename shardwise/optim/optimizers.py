@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim.adamw import AdamWSettings
-from shardwise.optim.gradients import OTHERS_ELSEWHERE, quoted
+from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
@@ -33,6 +33,7 @@ from shardwise.optim.sharded import (
     raise_unless_same,
     summary,
 )
+from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,6 @@ from shardwise.optim.gradients import (
     division_of,
     measure_clip,
     moved_state,
-    quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
@@ -50,6 +49,7 @@ from shardwise.optim.storage import (
     storage_problem,
     version_of,
 )
+from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.series import (
-    Event,
-    events_of,
-    loss_canvas,
-    losses_canvas,
-    number,
-    series,
-)
+from shardwise.report.series import Event, events_of, loss_canvas, losses_canvas, number, series
 from shardwise.report.shard_map import map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import FONT, HATCHES, Canvas, theme_css

@@ -35,13 +35,7 @@ from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import (
-    device_of,
-    find_parameters,
-    install,
-    outermost,
-    own_buffers,
-)
+from shardwise.shard.wrapping import device_of, find_parameters, install, outermost, own_buffers
 from shardwise.tile import tile_of
 
 

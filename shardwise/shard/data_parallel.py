@@ -40,6 +40,7 @@ from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.unit import Phase, Unit
 from shardwise.shard.wrapped import Place
 from shardwise.streams import annotate
+from shardwise.words import quoted
 
 M = TypeVar("M", bound=nn.Module)
 _VERB = "data_parallel"
@@ -218,7 +219,7 @@ def _own_problems(
     inner = [unit.name for unit in units_of(model)] if unit_of(model) is None else []
     if inner:
         problems.append(
-            f"{', '.join(inner[:4])} inside the model is wrapped already: data_parallel takes the "
+            f"{quoted(inner)} inside the model is wrapped already: data_parallel takes the "
             f"whole model, and meshes= for parameters on another mesh"
         )
     return problems

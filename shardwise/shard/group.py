@@ -36,12 +36,7 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import (
-    Whole,
-    WholeDTensor,
-    WholeParameter,
-    carry_attributes,
-)
+from shardwise.shard.whole_parameter import Whole, WholeDTensor, WholeParameter, carry_attributes
 from shardwise.tile import Tile
 
 

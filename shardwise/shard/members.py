@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.notices import warn_once
 from shardwise.precision import Precision
 from shardwise.precision.policy import TILED, stores_nothing
+from shardwise.words import quoted
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
@@ -121,7 +122,7 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
             if held:
                 raise RuntimeError(
                     f"{type(thing).__name__} was built before fully_shard and holds the old "
-                    f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
+                    f"parameters ({quoted(held)}): it "
                     f"would update nothing. Build the optimizer after wrapping"
                 )
 
@@ -143,7 +144,7 @@ def refuse_ddp(units: Sequence[Unit]) -> None:
     if named:
         raise RuntimeError(
             f"DistributedDataParallel is around parameters that shardwise shards and reduces "
-            f"({', '.join(named[:4])}{', ...' if len(named) > 4 else ''}). Leave DDP out "
+            f"({quoted(named)}). Leave DDP out "
             f"(sw.zero(0) replicates like DDP), or have it ignore these: DistributedDataParallel."
             f"_set_params_and_buffers_to_ignore_for_model(model, their names in the model)"
         )
@@ -314,7 +315,7 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
         if group.main.state != state
     ]
     raise RuntimeError(
-        f"weights of unit '{unit.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
+        f"weights of unit '{unit.name}' ({quoted(names)}) "
         f"were written between a forward and its backward: step, load or write after backward, or "
         f"run forward again. (set_unshard_in_backward(False) where backward does not read them.)"
     )

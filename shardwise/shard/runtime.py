@@ -40,6 +40,7 @@ from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradi
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
+from shardwise.words import quoted
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
@@ -453,7 +454,7 @@ class Runtime:
         if kept:
             raise RuntimeError(
                 f"the last backward raised an exception and left a part of its gradients "
-                f"({', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}). Drop them before the "
+                f"({quoted(kept)}). Drop them before the "
                 f"next forward: call reset_iter_state() on the root module, or zero_grad()"
             )
         self.reset()

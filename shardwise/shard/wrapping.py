@@ -30,6 +30,7 @@ from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
 from shardwise.uncompiled import uncompiled
+from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ def install(
         unit.originals.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
     if lost := [f.name for f in found if f.parameter.grad is not None]:
-        warn_once(logger, "gradients from before wrapping are dropped: %s", ", ".join(lost[:4]))
+        warn_once(logger, "gradients from before wrapping are dropped: %s", quoted(lost))
 
 
 def _move_buffers(root: nn.Module, device: torch.device) -> None:

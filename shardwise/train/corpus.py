@@ -33,18 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.notices import warn_once
-from shardwise.train.codecs import (
-    END,
-    NUM_SYMBOLS,
-    Codec,
-    num_bytes,
-    require,
-)
-from shardwise.train.tokens import (
-    CHUNK,
-    DataError,
-    Tokens,
-)
+from shardwise.train.codecs import END, NUM_SYMBOLS, Codec, num_bytes, require
+from shardwise.train.tokens import CHUNK, DataError, Tokens
 
 logger = logging.getLogger(__name__)
 

@@ -41,13 +41,7 @@ from shardwise.train.codecs import (
     require,
     saved_codec,
 )
-from shardwise.train.corpus import (
-    Corpus,
-    Document,
-    digest_of,
-    hold_out,
-    read_documents,
-)
+from shardwise.train.corpus import Corpus, Document, digest_of, hold_out, read_documents
 from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,

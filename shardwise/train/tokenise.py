@@ -40,11 +40,7 @@ from shardwise.train.codecs import (
     write_codec,
 )
 from shardwise.train.corpus import files_of
-from shardwise.train.tokens import (
-    DataError,
-    Tokens,
-    TokenWriter,
-)
+from shardwise.train.tokens import DataError, Tokens, TokenWriter
 
 PIECE = 4 << 20  # bytes of a piece of work
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
