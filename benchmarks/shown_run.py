@@ -325,7 +325,7 @@ def check(hub: Path) -> str:
     import transformers
 
     from shardwise.train.codecs import encode_text, saved_codec
-    from shardwise.train.weights import open_model
+    from shardwise.train.pretrained import open_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32)

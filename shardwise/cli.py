@@ -148,7 +148,7 @@ def train(command: Train, words: list[str]) -> int:
     # look for garbage again once the model is built.
     gc.disable()
     from shardwise.train import session
-    from shardwise.train.launch import be_only_rank, default_ranks, launch
+    from shardwise.train.launcher import be_only_rank, default_ranks, launch
     from shardwise.train.world import is_rank
 
     request = session.Request(
@@ -291,7 +291,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
 def generate(command: Generate, words: list[str]) -> int:
     import torch
 
-    from shardwise.train.weights import open_model, text_after
+    from shardwise.train.pretrained import open_model, text_after
 
     if command.tokens < 0 or not 0 <= command.seed < 1 << 63:
         raise ValueError(
@@ -344,7 +344,7 @@ def export(command: Export, words: list[str]) -> int:
 
     from shardwise.checkpoint import export as write
     from shardwise.train.folder import newest_checkpoint, saved_run
-    from shardwise.train.weights import codec_of_run, export_options, tokenizer_files
+    from shardwise.train.pretrained import codec_of_run, export_options, tokenizer_files
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
     checkpoint = newest_checkpoint(command.path)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
-_LORA = (".lora_a", ".lora_b")  # of a linear: see shardwise.train.module
+_LORA = (".lora_a", ".lora_b")  # of a linear: see shardwise.train.own_model
 
 
 def export(

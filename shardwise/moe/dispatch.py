@@ -249,17 +249,17 @@ class Dispatcher:
         summed: Tensor = _Sum.apply(rows, plan.order, plan.places, plan.num_choices, plan.padded)
         return summed
 
-    def exchange(self, sizes: list[int], out_sizes: list[int]) -> Exchange:
+    def exchange(self, sizes: list[int], out_sizes: list[int]) -> RowExchange:
         assert self.axis is not None
         if self._lanes is None and torch.cuda.is_available():
             self._lanes = Lanes(torch.device("cuda", torch.cuda.current_device()))
-        return Exchange(self.axis, self._lanes, sizes, out_sizes)
+        return RowExchange(self.axis, self._lanes, sizes, out_sizes)
 
 
 dispatchers: weakref.WeakValueDictionary[str, Dispatcher] = weakref.WeakValueDictionary()
 
 
-class Exchange:
+class RowExchange:
     """One all-to-all of rows, and the reverse all-to-all of their gradients."""
 
     def __init__(
@@ -301,7 +301,7 @@ class _StartExchange(torch.autograd.Function):
     """Forward starts the exchange; backward waits for the exchange of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, source: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.start(source, exchange.sizes, exchange.out_sizes)
 
@@ -316,7 +316,7 @@ class _WaitForExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: Tensor, exchange: Exchange, meanwhile: Callable[[], None] | None
+        ctx: Any, arrived: Tensor, exchange: RowExchange, meanwhile: Callable[[], None] | None
     ) -> Tensor:
         ctx.exchange, ctx.meanwhile = exchange, meanwhile
         exchange.wait()
@@ -325,7 +325,7 @@ class _WaitForExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        exchange: Exchange = ctx.exchange
+        exchange: RowExchange = ctx.exchange
         exchange.start(grad, exchange.out_sizes, exchange.sizes)
         if ctx.meanwhile is not None:
             ctx.meanwhile()

@@ -31,7 +31,7 @@ from shardwise.layout import ELEMENT, Item, Layout
 from shardwise.mesh import Ranks
 from shardwise.optim.exchange import Batch, Key, Span
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
-from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, States, Step
+from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, States, StepValues
 from shardwise.optim.muon_step import MuonGroup
 from shardwise.optim.storage import cut_into_pieces, local_of
 from shardwise.placements import joint_places, ranks_by
@@ -166,7 +166,7 @@ class FunctionGroup(MatrixGroup):
         self._unread.clear()
         return super().step(states, clip)
 
-    def _begin(self, now: Step, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
+    def _begin(self, now: StepValues, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
         """Write the gradients of a round to their places, in fp32."""
         for span, place in zip(spans, places, strict=True):
             if now.given[span.parameter]:
@@ -259,7 +259,7 @@ class FunctionGroup(MatrixGroup):
         raise RuntimeError(f"the step stopped before it changed this weight: {problem}")
 
     def _apply_group(
-        self, now: Step, group: dict[str, Any], weights: Any, updates: Any, scale: float
+        self, now: StepValues, group: dict[str, Any], weights: Any, updates: Any, scale: float
     ) -> None:
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - float(group["lr"]) * group["weight_decay"])

@@ -121,7 +121,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # ------------------------------------------------------------------------------ whether
 
 
-class Gradients:
+class OptimizerGradients:
     """The gradients of some parameters, checked together before they are used."""
 
     def __init__(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
@@ -194,7 +194,7 @@ class Clip:
         so that nothing may change, else 0."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
-    def scale(self, gradients: Gradients) -> None:
+    def scale(self, gradients: OptimizerGradients) -> None:
         """Scale the gradients in place."""
         gradients.widen()
         by_kind: dict[Any, list[Tensor]] = {}
@@ -207,7 +207,7 @@ class Clip:
 
 
 def measure_clip(
-    gradients: Gradients,
+    gradients: OptimizerGradients,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,

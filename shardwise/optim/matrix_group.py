@@ -125,7 +125,7 @@ class MatrixParameter:
         ]
 
 
-class Step(NamedTuple):
+class StepValues(NamedTuple):
     """The values of one step."""
 
     states: States
@@ -275,12 +275,12 @@ class MatrixGroup:
     # The state of a parameter, new or as it was, stored where it is needed (collective then).
     state_of: Callable[[MatrixParameter, dict[str, Any]], dict[str, Any]]
     # Write what the matrices of a round are computed from to its places: zeros without a gradient.
-    _begin: Callable[[Step, Sequence[Span], Sequence[Tensor]], None]
+    _begin: Callable[[StepValues, Sequence[Span], Sequence[Tensor]], None]
     # The updates of whole matrices that this rank owns.
     _compute: Callable[[Batch], Tensor]
     # Decay and update weights of one parameter group; updates still lack the factor ``scale``:
     # (step, parameter group, weights, updates, scale).
-    _apply_group: Callable[[Step, dict[str, Any], list[Tensor], list[Tensor], float], None]
+    _apply_group: Callable[[StepValues, dict[str, Any], list[Tensor], list[Tensor], float], None]
 
     def _computed(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
         """How the exchange computes, where that is not in fp32: see ``Exchange``."""
@@ -301,10 +301,10 @@ class MatrixGroup:
         """The factor that the updates of a span still lack."""
         return 1.0
 
-    def _advance_others(self, now: Step) -> None:
+    def _advance_others(self, now: StepValues) -> None:
         """Advance states that are stored here, of weights that another replica updates."""
 
-    def _step_local(self, now: Step, positions: Sequence[int]) -> None:
+    def _step_local(self, now: StepValues, positions: Sequence[int]) -> None:
         """Update parameters that skip the exchange."""
 
     def launch_ahead(self) -> None:
@@ -319,7 +319,7 @@ class MatrixGroup:
         A parameter without a gradient, which no other rank has then either, is skipped. The
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
-        now = Step(states, [one.parameter.grad is not None for one in self.members], clip)
+        now = StepValues(states, [one.parameter.grad is not None for one in self.members], clip)
         self._advance_others(now)
         rounds = self.exchange.run(partial(self._begin, now), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
@@ -343,7 +343,7 @@ class MatrixGroup:
                 found.setdefault(key, []).append(number)
         return list(found.values())
 
-    def _apply(self, now: Step, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
+    def _apply(self, now: StepValues, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
         """Decay and update the weights of a round."""
         for numbers in self._by_group(spans, now.given):
             first, written, weights = spans[numbers[0]], Written(), []

@@ -28,7 +28,7 @@ from shardwise.memory import counted, held
 from shardwise.optim import muon
 from shardwise.optim.exchange import KIND, Batch, Span
 from shardwise.optim.gradients import division_of, gradient_of, moved_state, zero_state
-from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, Step
+from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, StepValues
 from shardwise.optim.presets import newton_schulz, polynomial_of
 from shardwise.optim.split import Matrix
 from shardwise.optim.storage import Written, local_of
@@ -125,7 +125,7 @@ class MuonGroup(MatrixGroup):
 
     # ------------------------------------------------------------------ a step
 
-    def _begin(self, now: Step, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
+    def _begin(self, now: StepValues, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
         """Advance the momentum of a round, and write the updates to orthogonalise to their places:
         zeros without a gradient."""
         pairs = zip(spans, places, strict=True)
@@ -144,7 +144,7 @@ class MuonGroup(MatrixGroup):
             self._advance(now, group, buffers, grads, [places[number] for number in numbers])
             written.finish()
 
-    def _advance(self, now: Step, group: dict[str, Any], *tensors: list[Tensor]) -> None:
+    def _advance(self, now: StepValues, group: dict[str, Any], *tensors: list[Tensor]) -> None:
         """``tensors``: momenta, gradients, and places of updates."""
         buffers, grads, places = tensors
         if self.fused:
@@ -153,7 +153,7 @@ class MuonGroup(MatrixGroup):
         updates = muon.update_momentum(buffers, grads, group)
         torch._foreach_copy_(places, [counted(update, KIND) for update in updates])
 
-    def _advance_others(self, now: Step) -> None:
+    def _advance_others(self, now: StepValues) -> None:
         """Advance momenta that are stored here, of weights that another replica updates."""
         for position, parts in self.others.items():
             one = self.members[position]
@@ -196,7 +196,7 @@ class MuonGroup(MatrixGroup):
         return self._scale(self.exchange.matrices[span.matrix].shapes[0]) if self.packs else 1.0
 
     def _apply_group(
-        self, now: Step, group: dict[str, Any], weights: Any, updates: Any, scale: float
+        self, now: StepValues, group: dict[str, Any], weights: Any, updates: Any, scale: float
     ) -> None:
         if self.fused:
             muon.apply_update_by_kernels(weights, updates, group, now.clip, scale)
@@ -205,7 +205,7 @@ class MuonGroup(MatrixGroup):
             updates = [update.float().mul_(scale) for update in updates]
         muon.apply_update(weights, updates, group)
 
-    def _step_local(self, now: Step, positions: Sequence[int]) -> None:
+    def _step_local(self, now: StepValues, positions: Sequence[int]) -> None:
         """Update whole matrices that skip the exchange, shape by shape, without a workspace."""
         # By parameter group, dtype and shape: flat gradients, momenta, weights; their matrices.
         batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]], list[numpy.ndarray]]] = {}

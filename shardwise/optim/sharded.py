@@ -30,7 +30,7 @@ from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import (
     Clip,
-    Gradients,
+    OptimizerGradients,
     divide,
     division_of,
     measure_clip,
@@ -143,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_states()
         every = [p for group in self.param_groups for p in group["params"]]
         self._divisions = [(p, division_of(p)) for p in every]
-        self._gradients = Gradients(every, self._name)
+        self._gradients = OptimizerGradients(every, self._name)
 
     def _make_states(self) -> None:
         """The states of every parameter where they belong; new ones where it has none, also since

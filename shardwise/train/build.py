@@ -35,7 +35,7 @@ from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
-from shardwise.train.module import init_lora, make_model
+from shardwise.train.own_model import init_lora, make_model
 from shardwise.train.sampler import Batches, HeldOut, Sampler
 from shardwise.train.sources import load_corpus
 from shardwise.train.world import World

@@ -68,7 +68,7 @@ class TrainConfig:
         model: the model; its ``vocab_size`` gives way to that of the data.
         module: a model of one's own instead of ``model``, which gives the context alone then:
             ``file.py:function``, a function of the TrainConfig, or ``hf:FOLDER``, the causal
-            language model of a transformers config.json; see :mod:`shardwise.train.module`.
+            language model of a transformers config.json; see :mod:`shardwise.train.own_model`.
         init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
             its weights, sizes and tokenizer; ``None``: fresh weights.
         lora_rank: rank of the products that are trained (LoRA) while all other weights are frozen;

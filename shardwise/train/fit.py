@@ -26,7 +26,7 @@ from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.train.config import Choice, TrainConfig
-from shardwise.train.module import make_model
+from shardwise.train.own_model import make_model
 from shardwise.train.world import World
 from shardwise.words import size_text
 

@@ -46,8 +46,8 @@ from shardwise.train.fit import more_microbatches, plan_inputs, too_large
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
 from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
-from shardwise.train.module import flops_per_token
-from shardwise.train.weights import load_weights
+from shardwise.train.own_model import flops_per_token
+from shardwise.train.pretrained import load_weights
 from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from shardwise.train.build import precision_of, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
-from shardwise.train.module import flops_per_token
+from shardwise.train.own_model import flops_per_token
 from shardwise.train.sources import vocabulary_of
 from shardwise.train.world import World
 from shardwise.words import seconds_text

@@ -48,9 +48,9 @@ from shardwise.train.folder import (
     write_config,
 )
 from shardwise.train.loop import Outcome, Trainer
+from shardwise.train.pretrained import begin_from
 from shardwise.train.recipes import load_recipe
 from shardwise.train.sources import holds_tokens
-from shardwise.train.weights import begin_from
 from shardwise.train.world import World, end_with_launcher, join, launch_name, leave, num_restarts
 from shardwise.words import flattened
 

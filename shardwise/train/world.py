@@ -141,7 +141,7 @@ def end_with_launcher() -> None:
 
 
 def is_orphaned() -> bool:
-    """Whether the launcher (:mod:`shardwise.train.launch`) that started this rank has died."""
+    """Whether the launcher (:mod:`shardwise.train.launcher`) that started this rank has died."""
     launcher = os.environ.get(LAUNCHER)
     return launcher is not None and os.getppid() != int(launcher)
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.checkpoint import verify
 from shardwise.train.guard import Guard, stop_signals
-from shardwise.train.launch import asking_to_stop, explain
+from shardwise.train.launcher import asking_to_stop, explain
 from shardwise.train.loop import Trainer
 from tests.ranks import run_ranks
 from tests.train_runs import (

@@ -26,9 +26,9 @@ from shardwise.models.hugging_face import (
 )
 from shardwise.moe import MixtureOfExperts
 from shardwise.shard.state_dict import full_state_dict
+from shardwise.train.pretrained import HubFolder, open_model
 from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, resolve
-from shardwise.train.weights import HubFolder, open_model
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, inside, make_trainer, write_text
 

@@ -18,7 +18,7 @@ from shardwise.report.html import write_report
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.train.codecs import Bytes
 from shardwise.train.loop import Trainer
-from shardwise.train.weights import open_model, text_after
+from shardwise.train.pretrained import open_model, text_after
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
 
@@ -201,7 +201,7 @@ def test_the_end_of_a_document_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> N
     def draw(model: Any, drawn: torch.Tensor, count: int) -> torch.Tensor:
         return torch.cat([drawn, torch.tensor([[0x62, 0xC3, Bytes.end, 0x63][:count]])], dim=1)
 
-    monkeypatch.setattr("shardwise.train.weights.generate", draw)
+    monkeypatch.setattr("shardwise.train.pretrained.generate", draw)
     assert text_after(torch.nn.Linear(1, 1), Bytes(), "a", 4) == "b\ufffd"
     assert text_after(torch.nn.Linear(1, 1), Bytes(), "a", 1) == "b"
 

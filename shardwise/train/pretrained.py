@@ -36,7 +36,7 @@ from shardwise.train.codecs import (
 )
 from shardwise.train.config import TrainConfig
 from shardwise.train.folder import TOKENIZER, newest_checkpoint, saved_run
-from shardwise.train.module import HF, make_model
+from shardwise.train.own_model import HF, make_model
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
