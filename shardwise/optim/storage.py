@@ -229,10 +229,13 @@ def pieces_of(parameter: Tensor) -> Sequence[Piece]:
 def _packed_pieces(layout: Layout, index: int, sizes: tuple[int, ...]) -> tuple[Piece, ...]:
     """The pieces of one item over sharded axes of these sizes; layers that are alike share them."""
     rank_of, run = _rank_of(sizes), layout.num_shards // math.prod(sizes)
-    shards = layout.holders(index)
+    shards, numel = layout.holders(index), layout.items[index].numel
+    first, last, width = shards[0] // run, shards[-1] // run, run * layout.shard_size
+    begin = first * width - layout.starts[index]
+    lows = range(begin, begin + (last - first + 1) * width, width)
     return tuple(
-        (rank_of[holder], *layout.piece(index, holder * run, run))
-        for holder in range(shards[0] // run, shards[-1] // run + 1)
+        (rank_of[holder], low if low > 0 else 0, min(low + width, numel))
+        for holder, low in enumerate(lows, first)
     )
 
 

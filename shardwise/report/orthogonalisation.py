@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+
+import numpy
+from numpy.typing import NDArray
 
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
@@ -34,7 +37,8 @@ class Orthogonalisation:
     idlest: int
     balance: float  # 1.0: every rank computes as long as the busiest one
     num_whole: int  # matrices that lie whole on one rank
-    whole_price: str = ""  # what it would cost to have all of them whole, where that is a choice
+    # The cost of having all of them whole, in words, where that is a choice: wraps the model anew.
+    whole_price: Callable[[], str] | None = field(default=None, repr=False, compare=False)
 
 
 def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:
@@ -117,30 +121,21 @@ def heaviest(groups: Sequence[MatrixGroup], num_ranks: int) -> int:
     return sent.index(max(sent))
 
 
-def _sent(plan: Ownership) -> Counter[tuple[int, int]]:
+def _sent(plan: Ownership) -> Figures:
     """Elements that each (replica, rank) sends there and back."""
-    cuts: dict[int, Counter[int]] = {}  # what each rank stores of parcels that are cut alike
-    sent: Counter[tuple[int, int]] = Counter()
-    alike: Counter[tuple[int, int]] = Counter()
-    for parcel, (replica, owner) in zip(plan.matrices, plan.owners, strict=True):
-        cut = cuts.get(id(parcel.pieces))
+    cuts: dict[int, NDArray[numpy.int64]] = {}  # what each rank stores of matrices cut alike
+    computed = numpy.zeros((plan.num_replicas, plan.num_shards), numpy.int64)
+    sent = numpy.zeros_like(computed)
+    for matrix, (replica, owner) in zip(plan.matrices, plan.owners, strict=True):
+        cut = cuts.get(id(matrix.pieces))
         if cut is None:
-            cut = cuts[id(parcel.pieces)] = Counter()
-            for holder, low, high in parcel.pieces:
-                cut[holder] += high - low
-        alike[replica, id(parcel.pieces)] += 1
-        sent[replica, owner] += parcel.numel - 2 * cut[owner]  # what it sends, less what it keeps
-    stored: Counter[int] = Counter()
-    computed: Counter[tuple[int, int]] = Counter()
-    for (replica, key), count in alike.items():
-        for holder, numel in cuts[key].items():
-            stored[holder] += count * numel
-            computed[replica, holder] += count * numel
-    for (replica, holder), part in computed.items():
-        sent[replica, holder] += part
-    others = plan.num_replicas - 1
-    for replica in range(plan.num_replicas if others else 0):
-        for holder, total in stored.items():  # gradients to other replicas, updates to all of them
-            part = computed[replica, holder]
-            sent[replica, holder] += total - part + others * part
-    return sent
+            holders, low, high = numpy.array(matrix.pieces).reshape(-1, 3).T
+            cut = numpy.bincount(holders, high - low, plan.num_shards).astype(numpy.int64)
+            cuts[id(matrix.pieces)] = cut
+        computed[replica] += cut
+        sent[replica, owner] += matrix.numel - 2 * cut[owner]  # what it sends, less what it keeps
+    sent += computed
+    if plan.num_replicas > 1:  # gradients to other replicas, updates to all of them
+        sent += computed.sum(0) - computed + (plan.num_replicas - 1) * computed
+    rows = enumerate(sent.tolist())
+    return {(replica, rank): numel for replica, row in rows for rank, numel in enumerate(row)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -305,7 +306,7 @@ class _Step:
         work = orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None
         chosen = options.bucket_mb is not None and self.source.grain is None
         if chosen and work is not None and work.num_whole < work.num_matrices:
-            work = replace(work, whole_price=price_of_whole(self.source, options))
+            work = replace(work, whole_price=partial(price_of_whole, self.source, options))
         made = Plan(
             model=self.label,
             num_parameters=sum(
@@ -382,11 +383,15 @@ def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine)
     for ep in sorted({unit.ep for unit in units if unit.groups}):
         own = mesh.without(ep)
         counted = (0 if ep in apart else states[0], states[1])
-        beside = [0] * own.num_shards(options.placements.main)
-        for unit in units:
-            for group in unit.groups if unit.ep == ep else ():
-                here = group.state_bytes(counted)
-                beside = [a + len(unit.names) * b for a, b in zip(beside, here, strict=True)]
+        beside = numpy.sum(
+            [
+                len(unit.names) * group.state_bytes(counted)
+                for unit in units
+                for group in unit.groups
+                if unit.ep == ep
+            ],
+            axis=0,
+        )
         held = own.shards(options.placements.main)
-        found.append([beside[shard] for shard in held for _ in range(ep)])
+        found.append([int(beside[shard]) for shard in held for _ in range(ep)])
     return summed(found)

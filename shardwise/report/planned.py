@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from shardwise.comm import Call
 from shardwise.layout import Layout
@@ -141,17 +142,17 @@ class PlannedGroup:
     matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
     trainable: bool
 
-    def state_bytes(self, states: tuple[int, int]) -> list[int]:
+    def state_bytes(self, states: tuple[int, int]) -> NDArray[numpy.int64]:
         """Bytes of optimizer state beside each shard; padding has none.
 
         ``states``: tensors per matrix, and per any other parameter, in main's dtype.
         """
-        per_shard = [0] * self.layout.num_shards
+        layout = self.layout
+        bounds = numpy.arange(layout.num_shards + 1) * layout.shard_size
+        per_shard = numpy.zeros(layout.num_shards, numpy.int64)
         for index, matrix in enumerate(self.matrices if self.trainable else ()):
-            width = states[0 if matrix else 1] * self.dtype.itemsize
-            for shard in self.layout.holders(index):
-                low, high = self.layout.piece(index, shard)
-                per_shard[shard] += (high - low) * width
+            held = numpy.clip(bounds - layout.starts[index], 0, layout.items[index].numel)
+            per_shard += states[0 if matrix else 1] * self.dtype.itemsize * numpy.diff(held)
         return per_shard
 
 
