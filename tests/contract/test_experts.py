@@ -356,7 +356,7 @@ def test_a_step_without_backward_dw_is_refused_at_once(
         for old, now in zip(before, net.parameters(), strict=True):
             now = now.full_tensor() if hasattr(now, "full_tensor") else now
             assert not torch.equal(old, now)
-    assert "GroupedMLP (fc1.weight, fc2.weight)" in message, message
+    assert "GroupedMLP ('fc1.weight', 'fc2.weight')" in message, message
     assert "call backward_dw() after the backward" in message
     assert ("torch's own fully_shard" in message) == (wrapper == "torch")
 

@@ -94,7 +94,7 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     net.kept = {"rows": net.embedding.weight.data[:4]}
     with unittest.TestCase().assertLogs("shardwise.shard") if rank == 0 else nullcontext() as heard:
         sw.fully_shard(net, mesh=mesh)
-    assert heard is None or "before wrapping are dropped: embedding.weight" in str(heard.output)
+    assert heard is None or "before wrapping are dropped: 'embedding.weight'" in str(heard.output)
     assert heard is None or "'kept' of 'embedding.weight'" in str(heard.output)
 
 

@@ -354,7 +354,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     assert made.model == replace(config, context=16, head_dim=8) and made.tokenizer == "bytes"
     for model, said in (
         (replace(config, hidden_dim=32), "do not fit the model of this run"),
-        (replace(config, num_layers=3), r"missing \(model\.layers\.2"),
+        (replace(config, num_layers=3), r"missing \('model\.layers\.2"),
         (replace(config, vocab_size=200), "257 different tokens, and the embedding"),
     ):
         for text in run_ranks(refused, 2, str(tmp_path / "run"), {**changes, "model": model}):
