@@ -305,5 +305,4 @@ def _orthogonalisation(work: Orthogonalisation) -> list[str]:
         ("mean", flops_text(work.total / work.num_ranks)),
         ("balance (mean / busiest)", f"{100 * work.balance:.1f} %"),
     ]
-    price = "" if work.whole_price is None else work.whole_price()
-    return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows, price)
+    return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows, work.whole_price)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy
@@ -37,8 +37,7 @@ class Orthogonalisation:
     idlest: int
     balance: float  # 1.0: every rank computes as long as the busiest one
     num_whole: int  # matrices that lie whole on one rank
-    # The cost of having all of them whole, in words, where that is a choice: wraps the model anew.
-    whole_price: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    whole_price: str = ""  # what it would cost to have all of them whole, where that is a choice
 
 
 def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:

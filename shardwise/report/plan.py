@@ -158,6 +158,11 @@ def plan(
     source = ToWrap(model, modules_to_wrap(model, wrap), list(ignored_params), grain)
     step = _Step(source, label, loss)
     made = step.plan(options, rank, search=batch is not None and memory is not None)
+    work, chosen = made.matrices, bucket_mb is not None and grain is None
+    if chosen and work is not None and work.num_whole < work.num_matrices:
+        # Of this plan alone, not of the changes that are suggested: it wraps the model once more.
+        price = price_of_whole(source, options)
+        made = replace(made, matrices=replace(work, whole_price=price))
     if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
         made = replace(made, num_parameters=whole, matrices=None)
     if tokens is not None:
@@ -304,9 +309,6 @@ class _Step:
         options, matrices = engine.options, engine.matrix_groups
         found, units = self._measure(engine, options.batch), _units(engine)
         work = orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None
-        chosen = options.bucket_mb is not None and self.source.grain is None
-        if chosen and work is not None and work.num_whole < work.num_matrices:
-            work = replace(work, whole_price=partial(price_of_whole, self.source, options))
         made = Plan(
             model=self.label,
             num_parameters=sum(
