@@ -19,7 +19,7 @@ from shardwise.words import count_text
 
 LINES = 30  # plain lines for a whole run, about
 PLAIN = {  # events of one line
-    "save": "saved    {path}",
+    "save": "saved    {path} (training stood still for {stalled:.2f} s)",
     "note": "note     {text}",
     "warning": "warning  {text}",
     "stop": "stopping after step {step}: {reason}",

@@ -5,7 +5,8 @@
 {"kind": "step",   "step": 12, "loss": 2.9, "bits_per_byte": 4.2, "grad_norm": 0.7, ...}
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "fp8",    "step": 50, "values": 9437184, "underflows": 120, "undefined": 0}
-{"kind": "save",   "step": 100, "path": "checkpoints/step-000100"}       on the disk by now
+{"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
+                   on the disk by now; training stood still for so many seconds
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
 {"kind": "resume", "step": 100, "path": ...}         null: begun anew, nothing had been saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}

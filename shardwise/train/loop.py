@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class Trainer:
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
         self._ended = self._clock.mark()  # the end of the last step, or what followed it
-        self._saving: int | None = None  # the step whose save is under way
+        self._saving: tuple[int, float] | None = None  # the step whose save is under way, its stall
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
         self._configure(self.config)
@@ -351,6 +352,7 @@ class Trainer:
     def save(self) -> None:
         """Start a save; training goes on once the tensors are copied. A failed save is a warning,
         and an error only if no later save succeeds."""
+        began = time.perf_counter()
         self._report_save()
         extra = {
             "step": self.step,
@@ -360,7 +362,7 @@ class Trainer:
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
-            self._saving = self.step
+            self._saving = self.step, time.perf_counter() - began
         except CheckpointError:
             raise  # this model can't be saved at all: the same on every rank
         except Exception as error:  # a full disk, or no memory for the copy on this rank alone
@@ -370,7 +372,7 @@ class Trainer:
         """Report a save once it is on the disk; with ``wait``, wait for it."""
         if self._saving is None or not (wait or self.store.idle):
             return
-        step, self._saving = self._saving, None
+        (step, stalled), self._saving = self._saving, None
         try:
             path = self.store.wait()
         except SaveError as error:
@@ -378,7 +380,7 @@ class Trainer:
             return
         self._unsaved = None
         assert path is not None
-        self.events("save", step=step, path=os.path.relpath(path))
+        self.events("save", step=step, path=os.path.relpath(path), stalled=stalled)
 
     def _save_failed(self, step: int, error: Exception) -> None:
         self._unsaved = f"step {step} was not saved: {error}"
