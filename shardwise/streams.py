@@ -139,7 +139,7 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
     if tensor.device.type != "cuda":
         values = tensor.tolist()
         return lambda: values
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()  # type: ignore[no-untyped-call]

@@ -363,7 +363,7 @@ class OptimizerLoad:
                     current,
                 )
             elif isinstance(current, Tensor):
-                new = torch.as_tensor(values[0]).to(current)
+                new = torch.as_tensor(values[0], device="cpu").to(current)
                 self._writes.append(partial(current.copy_, new))
             elif key != "function":  # it is the same
                 self._writes.append(partial(group.__setitem__, key, values[0]))
@@ -412,7 +412,7 @@ def _new_state(parameter: Tensor, key: str, entry: Entry, stack: Stack | None) -
     shape = stack.live_shape(entry.shape) if stack else entry.shape
     if shape == tuple(parameter.shape) and (entry.shape or key != "step"):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    return torch.zeros(entry.shape, dtype=entry.dtype)
+    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
 
 
 def _alike(saved: Any, current: Any) -> bool:

@@ -137,7 +137,8 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)  # as large as the largest save so far
+        # As large as the largest save so far.
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -148,8 +149,9 @@ class Staging:
             end += -(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT
         devices = {piece.data.device for piece in pieces if piece.data.device.type == "cuda"}
         if self._block.numel() < end:
-            self._block = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._block = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old one first
+            pinned = bool(devices)
+            self._block = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         staged = []
         for piece, begin in zip(pieces, begins, strict=True):
             host = _own_storage(self._block[begin : begin + piece.data.nbytes], piece.data)
@@ -173,7 +175,7 @@ def on_host(data: Tensor) -> Tensor:
 def _own_storage(memory: Tensor, like: Tensor) -> Tensor:
     """Bytes of a larger block as a tensor with a storage of its own, in the same memory."""
     if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     # By way of numpy: a view made by torch would share, and save, the whole block's storage.
     return torch.from_numpy(memory.numpy()).view(like.dtype).view(like.shape)
 
@@ -245,7 +247,7 @@ class Stack:
             return None
         stored = self._stored_block(extra_states)
         try:
-            return convert_gate_up(torch.arange(num_rows), stored, self.block, 0)
+            return convert_gate_up(torch.arange(num_rows, device="cpu"), stored, self.block, 0)
         except (ValueError, RuntimeError) as error:
             raise DamagedError(f"'{self.order}' in the checkpoint: {error}") from error
 

@@ -67,7 +67,7 @@ class Checkpoint:
         for name, wanted in groupby(ordered, key=lambda chunk: chunk.file):
             with open_listed(self.path, self.manifest.file(name)) as stream:
                 for chunk in wanted:
-                    flat = torch.empty(chunk.num_bytes, dtype=torch.uint8)
+                    flat = torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cpu")
                     stream.seek(chunk.begin)
                     count = stream.readinto(flat.numpy())  # type: ignore[arg-type]
                     if count != chunk.num_bytes:
@@ -77,7 +77,7 @@ class Checkpoint:
     def read_whole(self, key: str) -> Tensor:
         """One tensor, whole, in host memory."""
         entry = self.index[key]
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         copies = Copies(self, State(tensors={key: whole}))
         copies.stage()
         copies.write()

@@ -6,7 +6,8 @@
     write      one file of tensors per rank, hashed on the way                       anywhere
     publish    rank 0 joins the parts into the index and writes the manifest         anywhere
 
-A save makes one object collective, whatever the number of tensors, and none off the main thread.
+A save makes one object collective, whatever the number of tensors, and none off the main thread;
+``save`` makes a second one at its end.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def save(
         if ranks.size == 1:  # else others may still be writing; the next save here removes it
             shutil.rmtree(attempt.folder, ignore_errors=True)
         raise
+    comm.agree(None, ranks)  # rank 0 may move the checkpoint once every rank has seen it
 
 
 @dataclass(frozen=True, kw_only=True)

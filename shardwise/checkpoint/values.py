@@ -181,7 +181,8 @@ def _decode_tagged(value: dict[str, Any], where: str) -> Any:
         if math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError("as many bytes as the shape has")
         # frombuffer refuses an empty buffer, and shares memory: copy.
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0).to(dtype)
+        none = torch.empty(0, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else none
         return flat.reshape(shape).clone()
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError("a dtype of numpy")

@@ -45,7 +45,7 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
     found = []
     for unit, names in _named_units(model):
         for number, group in enumerate(unit.groups):
-            counts = torch.zeros(len(group.sharded), 2, 2, dtype=torch.int64)
+            counts = torch.zeros(len(group.sharded), 2, 2, dtype=torch.int64, device="cpu")
             for index, parameter in enumerate(group.sharded):
                 for kind, tensor in enumerate((parameter, parameter.grad)):
                     local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
