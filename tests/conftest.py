@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
+
+gc.disable()  # until all files of tests are there: torch alone would be looked at again and again
+
+import atexit
 import os
 import shutil
 import sys
@@ -61,7 +64,6 @@ def pytest_configure() -> None:
     """Let no thread that wakes up interrupt another, in this process and in all that it starts. A
     thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
-    gc.disable()  # until all files of tests are there
     keep_one_product()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")

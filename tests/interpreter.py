@@ -31,7 +31,8 @@ def _look_up_once() -> None:
     of these tests, and makes a table of all dtypes for every value, a tenth. What it finds is
     always the same. It patches the language again for every function that a kernel calls, an
     eighth, and computes whether integers overflow, a quarter, for an assertion that it makes in its
-    debug mode alone."""
+    debug mode alone. Every value finds out its shape and the name of its type anew, a quarter of
+    what is left then."""
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
@@ -66,6 +67,25 @@ def _look_up_once() -> None:
         return dtypes[kind.name]
 
     interpreter._get_np_dtype = dtype_of
+    shapes: dict[tuple[int, ...], dict[str, Any]] = {}  # of values
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    make_tensor, make_type = tl.core.tensor.__init__, tl.core.block_type.__init__
+
+    def init_tensor(value: Any, handle: Any, kind: Any) -> None:
+        shape = (*kind.shape.values,) if kind.is_block() else ()
+        if shape not in shapes:
+            make_tensor(value, handle, kind)
+            shapes[shape] = {name: getattr(value, name) for name in ("numel", "shape")}
+        vars(value).update(shapes[shape], handle=handle, type=kind, dtype=kind.scalar)
+
+    def init_type(kind: Any, element: Any, shape: Any) -> None:
+        key = (element.name, *(getattr(side, "value", side) for side in shape))
+        if key not in types:
+            make_type(kind, element, shape)
+            types[key] = {name: getattr(kind, name) for name in ("shape", "numel", "name")}
+        vars(kind).update(types[key], element_ty=element)
+
+    tl.core.tensor.__init__, tl.core.block_type.__init__ = init_tensor, init_type
     names: dict[Any, list[str]] = {}
     is_builtin = tl.core.is_builtin
 

@@ -34,9 +34,9 @@ def spectrum(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor
 def gains_of(
     polynomial: Polynomial,
     values: Tensor,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
     form: Form = "direct",
-    off: float = 0.0,
+    off: float | Tensor = 0.0,
 ) -> Tensor:
     """Where the polynomial takes singular values: normalised, then off by ``factor``.
 
@@ -61,12 +61,10 @@ def band(polynomial: Polynomial, values: Tensor, form: Form) -> tuple[Tensor, Te
 
     Steep polynomials such as Keller's magnify the rounding of what they are given.
     """
-    factors = torch.linspace(0.98, 1.02, 41).tolist()
-    offs = [0.0] if form == "direct" else torch.linspace(-2e-5, 2e-5, 9).tolist()
-    gains = torch.stack(
-        [gains_of(polynomial, values, factor, form, off) for factor in factors for off in offs]
-    )
-    return gains.amin(0), gains.amax(0)
+    factors = torch.linspace(0.98, 1.02, 41).to(values)[:, None, None]
+    offs = torch.linspace(-2e-5, 2e-5, 1 if form == "direct" else 9).to(values)[:, None]
+    gains = gains_of(polynomial, values, factors, form, offs * (form != "direct"))
+    return gains.amin((0, 1)), gains.amax((0, 1))
 
 
 def quality(found: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:

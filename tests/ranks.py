@@ -75,12 +75,9 @@ GRACE_SECONDS = 3.0
 STARTUP_SECONDS = 100.0
 # Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
 MAX_OPEN_FILES = 400
-# Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
-# less each. Inductor is imported so without GPUs alone: it begins CUDA, which no fork can do again.
+# Where it works, one process imports what ranks need and every rank is a fork of it.
 START = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "torch.distributed.run"]
-PRELOADED += ["pytest", "tests.frozen"]
-PRELOADED += [] if torch.cuda.is_available() else ["torch._inductor.compile_fx"]
+PRELOADED = ["tests.frozen"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)

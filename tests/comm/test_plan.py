@@ -32,17 +32,21 @@ from tests.memory.helpers import Books
 from tests.models import loss_of, tokens
 from tests.ranks import run_ranks
 
+# Of the three cases two for each strategy, so that every two strategies share one.
+SOME = {"zero0": CASES[:2], "zero1": CASES[1:], "zero2": CASES[::2], "zero3": CASES}
+SOME |= {"hsdp": CASES[::2], "hfsdp": CASES[1:]}
+
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 def test_plan_is_exact_on_one_axis(strategy: str) -> None:
     """On three ranks; two of them plan the other models below."""
-    assert_planned(3, "plain", strategy, CASES)
+    assert_planned(3, "plain", strategy, SOME[strategy])
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_plan_is_exact_on_two_axes(strategy: str) -> None:
-    assert_planned(4, "plain", strategy, CASES)
-    assert_planned(2, "plain", strategy, FEW)  # an inner axis of one rank
+    assert_planned(4, "plain", strategy, SOME[strategy])
+    assert_planned(2, "plain", strategy, FEW[strategy == "hsdp" :][:1])  # an inner axis of one rank
 
 
 @pytest.mark.parametrize("model_name", ["backbone", "half frozen", "uneven"])
@@ -97,12 +101,12 @@ def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
     world_size = 4 if strategy == "hfsdp" else 3
     cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8", 1), ("mxfp8_2d", 1), ("mxfp8 rows", 1)]
     cases.append(("bf16", 1))
-    some = {"zero1": slice(0, 3, 2), "zero3": slice(None), "hfsdp": slice(1, None, 2)}
+    some = {"zero1": slice(0, 3, 2), "zero3": slice(0, None, 2), "hfsdp": slice(1, None, 2)}
     assert_planned(world_size, "recomputing", strategy, cases[some[strategy]])
     if strategy == "zero3":
-        assert_planned(4, "recomputing", strategy, cases[::2], reshard_after_forward=2)
+        assert_planned(4, "recomputing", strategy, cases[:1], reshard_after_forward=2)
         grain = {"grain": ELEMENT}  # blocks are cut, so bf16 travels: once for both planes
-        assert_planned(world_size, "recomputing", strategy, cases[:2], **grain)
+        assert_planned(world_size, "recomputing", strategy, cases[:1], **grain)
 
 
 def test_backward_gathers_no_embedding() -> None:
@@ -271,7 +275,10 @@ def test_a_step_that_gathers_is_planned_to_the_byte(
         assert "gathered in step" in str(made)
 
 
-def test_weights_that_are_not_kept_are_not_gathered_in_a_step() -> None:
+def test_weights_that_are_not_kept_are_not_gathered_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.report.suggest.MAX_RANKS", 4)
     with torch.device("meta"):
         model = MODELS["plain"]()
     with pytest.raises(
@@ -289,8 +296,8 @@ KILOBYTE = 2**-10
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2"])
 def test_plan_is_exact_for_buckets(strategy: str) -> None:
-    assert_planned(3, "uneven", strategy, [CASES[0], ("bf16", 2), FEW[1]], bucket_mb=4 * KILOBYTE)
-    assert_planned(2, "half frozen", strategy, FEW, bucket_mb=2 * KILOBYTE)
+    assert_planned(3, "uneven", strategy, SOME[strategy], bucket_mb=4 * KILOBYTE)
+    assert_planned(2, "half frozen", strategy, FEW[strategy == "zero1" :][:1], bucket_mb=2**-9)
     assert_planned(2, "tied words", strategy, [("mxfp8 rows", 2)], bucket_mb=256)
 
 

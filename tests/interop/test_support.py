@@ -35,7 +35,7 @@ def test_every_pair_is_in_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
 def test_a_case_is_right_or_refused_by_name(case: pairs.Case) -> None:
-    words, results = pairs.refusal(case), run_ranks(run_case, pairs.WORLD, case)
+    words, results = pairs.refusal(case), run_ranks(run_case, pairs.world_of(case), case)
     expected = results[0][1]
     for found, _, error in results:
         if words is not None:

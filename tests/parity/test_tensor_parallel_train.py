@@ -241,7 +241,6 @@ def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {"sample": 8}),
         "grid": (4, {"tp": 2, "sample": 8}),
-        "replicas": (4, {"tp": 2, "strategy": "hsdp"}),  # others: interop/test_support
         "only": (2, {"tp": 2, "microbatches": 2, "compile": "on"}),
     }
     sizes = {
@@ -263,15 +262,16 @@ def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_with_another_tp(tmp_path: Path) -> None:
+    """With replicas; other strategies resume with the same tp in interop/test_support."""
     data = write_text(tmp_path)
     changes: dict[str, Any] = {"data": data, "steps": 4, "save_every": 2, "eval_every": 0}
-    run_ranks(train, 4, str(tmp_path / "all"), changes | {"tp": 2}, timeout=240.0)
+    replicas = {"tp": 2, "strategy": "hsdp"}
+    run_ranks(train, 4, str(tmp_path / "all"), changes | replicas, timeout=240.0)
     saved = sorted((tmp_path / "all" / "checkpoints").glob("step-*"))
     assert len(saved) == 2
-    for name, ranks, tp in (("same", 4, 2), ("other", 4, 1), ("alone", 1, 1)):
-        run_ranks(
-            resumed, ranks, str(tmp_path / name), str(saved[0]), changes | {"tp": tp}, timeout=240.0
-        )
+    for name, ranks, how in (("same", 4, replicas), ("other", 4, {}), ("alone", 1, {})):
+        folder = str(tmp_path / name)
+        run_ranks(resumed, ranks, folder, str(saved[0]), changes | how, timeout=240.0)
         steps = events_of(tmp_path / name, "step")
         assert [event["step"] for event in steps] == [3, 4]
         found = torch.tensor([[event["loss"], event["grad_norm"]] for event in steps])

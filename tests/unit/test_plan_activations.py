@@ -120,7 +120,7 @@ def test_recomputed_blocks_hold_less(experts: int, monkeypatch: pytest.MonkeyPat
     options: dict[str, Any] = {"precision": BF16, "optimizer": "muon", "microbatches": 2}
 
     def planned(recompute: str) -> Plan:
-        model = gpt(num_experts=experts, num_layers=6, vocab_size=64, recompute=recompute)
+        model = gpt(num_experts=experts, num_layers=3, vocab_size=64, recompute=recompute)
         return plan(model, {"dp": 4}, batch=(16, 64), **options)
 
     asked: list[Any] = []  # the calls whose results torch was asked for, of those that may be known
@@ -135,7 +135,7 @@ def test_recomputed_blocks_hold_less(experts: int, monkeypatch: pytest.MonkeyPat
     once = len(asked)
     monkeypatch.setattr(Follower, "_remember", lambda self, call, made: asked.append(call))
     assert all(planned(recompute).as_dict() == one.as_dict() for recompute, one in held.items())
-    assert 0 < 4 * once < len(asked)
+    assert 0 < 2 * once < len(asked)
     assert held["block"].activations < 0.6 * held["none"].activations
     few, many = held["block"].peak, held["none"].peak  # the library's own bytes
     # Before torch 2.13 a recomputed block with experts ends before the next one is gathered.
@@ -152,7 +152,9 @@ def test_the_optimizers_step_may_be_the_highest_moment() -> None:
 # ------------------------------------------------------------------------------ what fits
 
 
-def test_the_largest_microbatch_is_found() -> None:
+def test_the_largest_microbatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sequences, not ranks: tests/unit/test_plan.py doubles these until they fit, and beyond.
+    monkeypatch.setattr("shardwise.report.suggest.MAX_RANKS", 4)
     options: Any = {"precision": BF16, "optimizer": "muon"}
     model = gpt(num_layers=1)
     room = plan(model, {"dp": 2}, batch=(21, 64), **options).total
