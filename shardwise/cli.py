@@ -211,15 +211,17 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     model, recipe = _model_of(command.model)
     config = recipe or TrainConfig()
     # Of a model that is no GPT the model itself tells whether experts can be spread.
-    asked: dict[str, Any] = {"ep": config.ep, "tp": config.tp, "replicas": None}
+    asked: dict[str, Any] = {"ep": config.ep, "tp": config.tp}
     asked |= given(command.configuration)
+    if "strategy" in asked:  # the recipe's replicas are those of its own
+        asked = {"replicas": None} | asked
     ep, tp = asked.pop("ep"), asked.pop("tp")
     if tp < 1 or command.ranks % tp:
         raise ValueError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
     config = dataclasses.replace(config, **asked, ep=1, tp=1)
     weights = "bf16" if config.precision == "auto" else config.precision
     options: dict[str, Any] = {
-        "precision": named_precision(weights, experts=bool(mixtures_of(model))),
+        "precision": named_precision(weights, config.optimizer, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
         "microbatches": config.num_microbatches,
         "bucket_mb": command.bucket_mb,
@@ -227,6 +229,8 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         "name": command.model,
     }
     shape = config.mesh_shape(command.ranks // tp) | ({"tp": tp} if tp > 1 else {})
+    # Of "auto" the trainer decides.
+    kept = config.placements if config.keep_weights == "on" else config.strategy
     if ep < 1 or (ep > 1 and not mixtures_of(model)):
         raise ValueError(
             f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, and nothing "
@@ -235,13 +239,13 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     for layer in mixtures_of(model) if ep > 1 else ():
         layer.keep_share(ep)
     if command.dry_run:
-        made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
+        made = dry_run(model, shape, kept, rank=command.rank, **options)
     else:
         batch = _batch_of(command, model, recipe and config, command.ranks // tp)
         tokens = math.prod(batch) if batch else None
         # Rows without values cannot be sent to other ranks.
         followed = batch if ep == 1 else None
-        made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
+        made = make_plan(model, shape, kept, tokens=tokens, batch=followed, **options)
     print(made.text(shard_map=True))
     if command.svg is not None:
         command.svg.write_text(map_canvas(made.shard_map).render())
@@ -266,7 +270,12 @@ def _model_of(name: str) -> tuple[Any, Any]:
     from shardwise.checkpoint.values import parse_json
     from shardwise.models.gpt import GPT
     from shardwise.models.hugging_face import config_from_hf
+    from shardwise.train.build import with_vocabulary
+    from shardwise.train.own_model import make_model
+    from shardwise.train.pretrained import begin_from
     from shardwise.train.recipes import find_recipe
+    from shardwise.train.sources import vocabulary_of
+    from shardwise.train.tokens import DataError
 
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
@@ -277,9 +286,14 @@ def _model_of(name: str) -> tuple[Any, Any]:
             return GPT(config_from_hf(parse_json(path.read_bytes(), name))), None
         made = find_recipe(name)()
         if isinstance(made, TrainConfig):
-            kind, _, size = made.tokenizer.partition(":")
-            words = int(size) if kind == "bpe" else made.model.vocab_size
-            return GPT(dataclasses.replace(made.model, vocab_size=words)), made
+            if made.init_from is not None:
+                made = begin_from(made, {})
+            try:
+                made = with_vocabulary(made, vocabulary_of(made.data, made.tokenizer))
+            except DataError as error:  # not on this machine
+                size = made.model.vocab_size
+                logging.getLogger(__name__).warning("%s (planned with %d tokens)", error, size)
+            return make_model(made), made
         if isinstance(made, torch.nn.Module):
             return made, None
     raise ValueError(
@@ -356,7 +370,7 @@ def export(command: Export, words: list[str]) -> int:
         dtype=dtype,
         end_token=None if codec is None else codec.end,
         beside=tokenizer_files(codec),
-        **export_options(config),
+        **export_options(config, dtype),
     )
     print(*files, sep="\n")
     return 0

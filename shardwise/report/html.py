@@ -363,6 +363,7 @@ def _ranked(field: str, share: float) -> Find:
 
 FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
     "held-out bits per byte": (_final("eval", "bits_per_byte"), lambda v: f"{v:.3f}"),
+    "held-out loss": (_final("eval", "loss"), lambda v: f"{v:.3f}"),
     "bits per byte, last step": (_final("step", "bits_per_byte"), lambda v: f"{v:.3f}"),
     "loss of the last step": (_final("step", "loss"), lambda v: f"{v:.3f}"),
     "steps": (_final("step", "step"), lambda v: f"{v:,.0f}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -218,15 +218,14 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    made = named_precision(weights, experts=config.model.num_experts > 0)
-    # AdamW's kernel reads gradients of any dtype.
-    shown = "computed" if config.optimizer == "adamw" else "main"
-    return dataclasses.replace(made, gradients=shown)  # type: ignore[arg-type]
+    return named_precision(weights, config.optimizer, experts=config.model.num_experts > 0)
 
 
-def named_precision(weights: str, *, experts: bool) -> Precision:
+def named_precision(weights: str, optimizer: str = "muon", *, experts: bool) -> Precision:
     """The precision of this name; gradients are reduced and main weights are stored in fp32."""
-    precision = Precision(weights=weights, reduce="fp32")
+    # AdamW's kernel reads gradients of any dtype.
+    shown: Literal["main", "computed"] = "computed" if optimizer == "adamw" else "main"
+    precision = Precision(weights=weights, reduce="fp32", gradients=shown)
     if precision.format is None or not experts:
         return precision
     # A router compares experts: rounded to MXFP8, it would send tokens to other experts.

@@ -52,11 +52,22 @@ FIXED = {
     "module": "the weights of the checkpoint are those of the other model",
     "lora_rank": "the weights of the checkpoint have another rank",
 }
-# The fields that do nothing beside such a value of another: refused where a flag sets them.
-IDLE = {
-    "matrix_lr": ("optimizer", "adamw"),
-    "decay": ("schedule", "cosine"),
-    "lora_alpha": ("lora_rank", 0),
+# The fields that do nothing beside such values of another: refused where a flag sets them.
+_OF_EXPERTS = (
+    *("experts_per_token", "expert_hidden_dim", "expert_score", "normalise_scores", "bias_rate"),
+    *("balance_coefficient", "sequence_balance_coefficient", "z_coefficient", "capacity_factor"),
+    *("expert_groups", "groups_per_token", "expert_scale", "expert_activation", "expert_biases"),
+    *("expert_layout", "gate_up_block"),
+)
+IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "matrix_lr": ("optimizer", ("adamw",)),
+    "decay": ("schedule", ("cosine",)),
+    "lora_alpha": ("lora_rank", (0,)),
+    "keep_weights": ("strategy", ("zero0", "zero1", "zero2")),  # which keep them anyway
+    "model.vocab_size": ("init_from", (None,)),  # it is that of the data
+    **{f"model.{name}": ("model.num_experts", (0,)) for name in _OF_EXPERTS},
+    "model.drop": ("model.capacity_factor", (None,)),
+    "model.delay_expert_gradients": ("ep", (1,)),
 }
 
 
@@ -70,7 +81,8 @@ class TrainConfig:
             ``file.py:function``, a function of the TrainConfig, or ``hf:FOLDER``, the causal
             language model of a transformers config.json; see :mod:`shardwise.train.own_model`.
         init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
-            its weights, sizes and tokenizer; ``None``: fresh weights.
+            its weights, sizes and tokenizer; ``None``: fresh weights. A function of one's own as
+            ``module`` reads the weights itself.
         lora_rank: rank of the products that are trained (LoRA) while all other weights are frozen;
             0: all weights are trained.
         lora_alpha: the products are scaled by this over their rank.
@@ -211,6 +223,10 @@ class TrainConfig:
         if self.module is not None and self.model.recompute in ("block", "pointwise"):
             chosen = self.model.recompute
             problems.append(f"model.recompute={chosen!r} is the GPT's: leave it out with a module")
+        if self.module is not None and self.documents == "apart":
+            problems.append("documents='apart' is the GPT's: leave it out with a module")
+        if self.module is not None and self.model.head_z_coefficient:
+            problems.append("model.head_z_coefficient is the GPT's: leave it at 0 with a module")
         if self.module is not None and self.compile == "on":
             problems.append("compile='on' is the GPT's: compile a module in its own function")
         if self.lora_rank and (self.tp > 1 or self.precision.startswith("mxfp8")):

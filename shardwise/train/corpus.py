@@ -111,6 +111,9 @@ def file_documents(spec: str) -> list[Document]:
     # Names from the nearest directory that holds all: data moved elsewhere are the same data.
     above = os.path.commonpath([one.parent for one in paths]) if paths else spec
     found = sorted((one.relative_to(above).as_posix(), one) for one in paths)
+    if lines := next((name for name, _ in found if name.endswith((".jsonl", ".ndjson"))), None):
+        text = "%s: %s is read as it is, JSON and all: make tokens of its texts (shardwise data)"
+        warn_once(logger, text, spec, lines)
     documents = _read(found)
     texts = [one for one in documents if b"\0" not in one.data[:8192]]
     if len(texts) < len(documents):
@@ -175,7 +178,8 @@ class Corpus:
     vocab_size: int  # the number of different tokens
     sha256: str  # of the text (or of the token file): equal digests mean equal data
     codec: Codec | None = None  # None for tokens of an unknown tokenizer
-    train_bytes: int | None = None  # of text; None where unknown
+    # Of text, of several sources with weights as they are drawn; None where unknown.
+    train_bytes: int | None = None
     held_out_bytes: int | None = None
     # Lengths of the stretches of ``train`` that came from several sources, each with the fraction
     # of all samples that is drawn there; empty: drawn as they are.
@@ -219,6 +223,11 @@ class Corpus:
     @property
     def unit(self) -> str:
         return "bits/token" if self.held_out_bytes is None else "bits/byte"
+
+    @property
+    def field(self) -> str:
+        """The name of ``bits_per_byte`` in events: no reader takes bits of a token for a byte's."""
+        return self.unit.replace("/", "_per_")
 
 
 def digest_of(documents: Sequence[Document]) -> str:

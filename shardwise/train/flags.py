@@ -17,7 +17,8 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from tyro.conf import FlagConversionOff, OmitArgPrefixes, arg
 
-from shardwise.train.config import IDLE
+from shardwise.train.config import IDLE, TrainConfig
+from shardwise.words import flattened
 
 T = TypeVar("T")
 
@@ -73,19 +74,26 @@ def given(flags: Mapping[str, Any], groups: Mapping[str, str] | None = None) -> 
 
 
 def changed(config: T, changes: Mapping[str, Any]) -> T:
-    """A configuration with some values replaced; a mapping replaces values of the one inside.
-    Raises where one of them has no effect in it."""
+    """A configuration with some values replaced; a mapping replaces values of the one inside."""
     values = {
         name: changed(getattr(config, name), value)
         if isinstance(value, Mapping) and getattr(config, name) is not None
         else value
         for name, value in changes.items()
     }
-    made = dataclasses.replace(config, **values)  # type: ignore[type-var]
-    for name, (other, value) in IDLE.items():
-        if name in changes and getattr(made, other, None) == value:
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
+def refuse_idle(config: TrainConfig, changes: Mapping[str, Any]) -> None:
+    """Raise where one of the changes that were made has no effect in the configuration."""
+    values = flattened(config.to_json())
+    foreign = (config.module or "").startswith("hf:")  # its config.json describes the model
+    for name, value in flattened(changes).items():
+        other, idle = IDLE.get(name, ("", ()))
+        if foreign and name.startswith("model.") and name != "model.context":
+            other, idle = "module", (config.module,)
+        if other and values[other] in idle:
             raise ValueError(
-                f"{name}={changes[name]!r} has no effect with {other}={value!r}: leave it out, or "
+                f"{name}={value!r} has no effect with {other}={values[other]!r}: leave it out, or "
                 f"choose another {other}"
             )
-    return made

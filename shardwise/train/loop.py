@@ -253,7 +253,7 @@ class Trainer:
         return reason
 
     def _conclude_one(self, issued: _Issued, guard: Guard) -> str | None:
-        config, world = self.config, self.world
+        config, world, corpus = self.config, self.world, self.parts.corpus
         (loss, auxiliary, norm), load = (found := issued.figures())[:3], found[3:]
         if math.isfinite(norm):
             self.skips.good()
@@ -266,15 +266,17 @@ class Trainer:
         agreed = torch.tensor(ours, dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
         (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
+        # Steps before a resume may have had another batch.
+        samples = self.parts.sampler.position - (self.step - issued.step) * config.batch
         seconds = self._clock.seconds(issued.ended, since=issued.began)
         self.events(
             "step",
             step=issued.step,
             loss=mean,
-            bits_per_byte=self.parts.corpus.bits_per_byte(mean, "train"),
+            **{corpus.field: corpus.bits_per_byte(mean, "train")},
             grad_norm=norm,
             lr=issued.lr,
-            tokens=issued.step * config.batch * config.model.context,
+            tokens=samples * config.model.context,
             skipped=self.skips.total,
             **({"auxiliary_loss": extra} if self.experts.routers else {}),
             **self.experts.figures(agreed[3:]),
@@ -341,7 +343,7 @@ class Trainer:
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
-        self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
+        self.events("eval", step=self.step, loss=mean, **{corpus.field: bits})
         if quantised := self.quantised.figures():  # of rank 0, in the step before
             self.events("fp8", step=self.step, **quantised)
         if self.experts.counts:

@@ -70,6 +70,7 @@ def make_model(config: TrainConfig) -> nn.Module:
         kind = type(model)
         model.__class__ = type(kind.__name__, (Scored, kind), {"__module__": kind.__module__})
         model.context = config.model.context  # type: ignore[assignment]
+        model.train()  # transformers reads weights into models without dropout
     if config.lora_rank:
         add_lora(model, config.lora_rank, config.lora_alpha)
     return model

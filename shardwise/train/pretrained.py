@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import CheckpointError, load
-from shardwise.checkpoint.values import parse_json
+from shardwise.checkpoint.values import dtype_name, parse_json
 from shardwise.models.gpt import GPT, generate
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import config_from_hf, parameters_from_hf
@@ -38,6 +38,9 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.folder import TOKENIZER, newest_checkpoint, saved_run
 from shardwise.train.own_model import HF, make_model
 
+# What a config.json does not tell: how a model is trained.
+_LOSSES = ("head_z_coefficient", "z_coefficient", "sequence_balance_coefficient")
+_UNTOLD = ("recompute", "delay_expert_gradients", *_LOSSES)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -112,7 +115,7 @@ def begin_from(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     assert config.init_from is not None
     folder = HubFolder(config.init_from)
     if config.module is None:
-        known = folder.config.__dict__ | {"recompute": config.model.recompute}
+        known = folder.config.__dict__ | {name: getattr(config.model, name) for name in _UNTOLD}
     else:  # transformers builds the model: only the vocabulary and the context matter
         described = _json_of(folder.folder / "config.json")
         known = config.model.__dict__ | {"vocab_size": described.get("vocab_size", 0)}
@@ -186,9 +189,9 @@ def tokenizer_files(codec: Codec | None) -> dict[str, bytes]:
     return {**codec.files(), "generation_config.json": json.dumps(ends, indent=2).encode()}
 
 
-def export_options(config: TrainConfig) -> dict[str, Any]:
+def export_options(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Options of ``sw.export`` for a module of one's own: its names stay; of one of transformers
-    with its ``config.json``."""
+    with its ``config.json``, which says the dtype that transformers reads the weights in."""
     if config.module is None:
         return {}
     described = None
@@ -200,6 +203,7 @@ def export_options(config: TrainConfig) -> dict[str, Any]:
                 f"{place}, which describes the model of this run, is not there any more"
             )
         described = _json_of(place) | {"vocab_size": config.model.vocab_size}
+        described |= dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
     return {"convert": lambda name, tensor: {name: tensor}, "config": described}
 
 

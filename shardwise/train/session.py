@@ -30,7 +30,7 @@ from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import Sink
-from shardwise.train.flags import changed
+from shardwise.train.flags import changed, refuse_idle
 from shardwise.train.folder import (
     CONFIG,
     LATEST,
@@ -107,6 +107,7 @@ def resolve(request: Request) -> Resolved:
         _check_model(f"recipe {request.recipe!r}", wanted, saved, checkpoint or folder)
     if checkpoint is None:
         config = Run.new(changed(saved, request.changes))
+        refuse_idle(config, request.changes)
         return Resolved(config=config, folder=folder, checkpoint=None)
     # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
     or_older = checkpoint.resolve() != Path(resume).resolve()
@@ -122,8 +123,10 @@ def resolve(request: Request) -> Resolved:
     else:
         run = saved if inside else Run.new(saved, checkpoint)
     run = changed(run, request.changes)
+    refuse_idle(run, request.changes)
     try:
         run.check_resume(saved)
+        _check_model("these flags", run.model, saved, checkpoint)
     except ValueError as error:
         raise ValueError(f"{error}; {note}" if note else str(error)) from None
     return Resolved(config=run, folder=folder, checkpoint=checkpoint, or_older=or_older, note=note)
@@ -131,11 +134,12 @@ def resolve(request: Request) -> Resolved:
 
 def _anew(request: Request, folder: Path) -> Resolved:
     config = changed(load_recipe(request.recipe), request.changes)
-    if config.init_from is not None:
-        config = begin_from(config, request.changes)
     if "tokenizer" not in request.changes and holds_tokens(config.data):
         # The recipe names the tokenizer of its own text.
         config = dataclasses.replace(config, tokenizer=TrainConfig.tokenizer)
+    if config.init_from is not None:
+        config = begin_from(config, request.changes)
+    refuse_idle(config, request.changes)
     return Resolved(config=Run.new(config), folder=folder, checkpoint=None)
 
 

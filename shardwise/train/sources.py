@@ -217,12 +217,14 @@ def _corpus_of(
             tokens[: max(2, int(share * most))] for tokens, share in zip(held, weights, strict=True)
         ]
 
-    def count(arrays: Sequence[Tokens]) -> int | None:
+    def count(arrays: Sequence[Tokens], drawn: Sequence[float]) -> int | None:
         known = [rate for rate in rates if rate is not None]
-        if len(known) == len(arrays):
-            each = zip(known, arrays, strict=True)
-            return round(sum(rate * len(tokens) for rate, tokens in each))
-        return None if codec is None else sum(num_bytes(codec, tokens) for tokens in arrays)
+        if len(known) < len(arrays) and codec is not None:
+            known = [num_bytes(codec, tokens) / max(1, len(tokens)) for tokens in arrays]
+        if len(known) < len(arrays):
+            return None
+        mean = sum(rate * part for rate, part in zip(known, drawn, strict=True)) / sum(drawn)
+        return round(mean * sum(map(len, arrays)))
 
     size = vocab_size if codec is None or vocab_size is not None else codec.vocab_size
     assert size is not None
@@ -233,8 +235,8 @@ def _corpus_of(
         vocab_size=size,
         sha256=sha256,
         codec=codec,
-        train_bytes=count(trained),
-        held_out_bytes=count(held),
+        train_bytes=count(trained, weights if shares else list(map(len, trained))),
+        held_out_bytes=count(held, list(map(len, held))),
         shares=shares,
     )
 
@@ -341,6 +343,7 @@ class _TokenSource:
     arrays: list[Tokens]
     vocab_size: int
     sha256: str
+    tokenizer: str | None = None  # as its headers name it
     codec: Codec | None = None
     rate: float | None = None  # bytes of text for each token
 
@@ -365,10 +368,12 @@ def _token_corpus(
     if kind == "file":  # for tokens whose files do not name it
         codec = open_codec(tokenizer)
         assert codec is not None
-        if codec.vocab_size > first.vocab_size:
+        known = {one.tokenizer for one in found.values()} - {None, named_in_headers(codec)}
+        if known or codec.vocab_size > first.vocab_size:
             raise DataError(
                 f"--tokenizer {tokenizer} has {codec.vocab_size} tokens and {spec!r} "
-                f"{first.vocab_size}: it is not the one that they were made with"
+                f"{first.vocab_size}: it is not the one that they were made with; make them again "
+                f"with it, or name theirs"
             )
     parts = [_cut_ends(name, one.arrays, held_out) for name, one in found.items()]
     sha256 = _mixed_digest({name: one.sha256 for name, one in found.items()}, sources)
@@ -401,6 +406,7 @@ def _open_source(source: str) -> _TokenSource:
         sha256=first.sha256
         if len(headers) == 1
         else hashlib.sha256("".join(header.sha256 for header in headers).encode()).hexdigest(),
+        tokenizer=first.tokenizer,
         codec=codec,
         rate=sum(counts) / total if len(counts) == len(headers) and total else None,
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,9 +27,11 @@ from shardwise.models.hugging_face import (
 )
 from shardwise.moe import MixtureOfExperts
 from shardwise.shard.state_dict import full_state_dict
-from shardwise.train.pretrained import HubFolder, open_model
+from shardwise.train.codecs import Bytes
+from shardwise.train.pretrained import HubFolder, begin_from, open_model
 from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, resolve
+from shardwise.train.tokens import write_tokens
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, inside, make_trainer, write_text
 
@@ -352,6 +355,15 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     changes = {"init_from": str(tmp_path / "hub"), "data": text}
     made = resolve(Request(recipe="smoke", changes={**changes, "model": {"context": 16}})).config
     assert made.model == replace(config, context=16, head_dim=8) and made.tokenizer == "bytes"
+    losses = replace(TINY.model, head_z_coefficient=1e-4)
+    begun = begin_from(replace(TINY, init_from=changes["init_from"], model=losses), {})
+    assert begun.model == replace(made.model, head_z_coefficient=1e-4), "no config.json tells it"
+    # Tokens of another tokenizer than the weights' would be refused when they are read.
+    write_tokens(tmp_path / "t.bin", np.zeros(9, int), 300)
+    (tmp_path / "hub" / "tokenizer.json").write_bytes(Bytes().files()["tokenizer.json"])
+    tokens = {**changes, "data": str(tmp_path / "t.bin")}
+    assert resolve(Request(recipe="smoke", changes=tokens)).config.tokenizer == tokens["init_from"]
+    (tmp_path / "hub" / "tokenizer.json").unlink()
     for model, said in (
         (replace(config, hidden_dim=32), "do not fit the model of this run"),
         (replace(config, num_layers=3), r"missing \('model\.layers\.2"),
@@ -408,6 +420,8 @@ def test_any_causal_language_model_of_transformers_is_trained(how: str, tmp_path
     torch.manual_seed(5)
     theirs = transformers.GPTNeoXForCausalLM(described)
     theirs.save_pretrained(tmp_path / "hub")
+    told = json.loads((tmp_path / "hub" / "config.json").read_text())  # as published models are
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({**told, "dtype": "bfloat16"}))
     changes: dict[str, Any] = {"module": f"hf:{tmp_path / 'hub'}", "data": write_text(tmp_path)}
     changes |= {"optimizer": "adamw", "lr": 1e-2, "steps": 6, "eval_every": 0, "save_every": 6}
     if how != "fresh":

@@ -168,7 +168,7 @@ class Tiny(nn.Module):
         return self.head(x)
 
 def build(config):
-    return Tiny(config.model.vocab_size)
+    return Tiny(config.model.vocab_size).eval()
 
 def wrong(config):
     return 3
@@ -193,6 +193,7 @@ def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
     linears = {f"cells.{n}.mix.weight" for n in range(2)}
     assert moved == (linears if lora_rank else begun.keys())
     model, codec = open_model(tmp_path / "first")
+    assert model.training, "dropout is on before the first evaluation, too"
     torch.manual_seed(0)  # a document may end at once
     assert codec is not None and len(text_after(model, codec, "a", 5)) >= 1
     wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}

@@ -94,7 +94,7 @@ def rates(config: TrainConfig) -> list[list[float]]:
 # Fields that one run takes together: each shows in its figure alone, which must be this.
 TOGETHER: dict[str, Any] = {
     "steps": 10,
-    "batch": [step * 24 * TINY.model.context for step in LATER],
+    "batch": [(4 * TINY.batch + (step - 4) * 24) * TINY.model.context for step in LATER],
     "microbatches": 2,
     **dict.fromkeys(("matrix_lr", "lr", "warmup", "decay")),  # see ``rates``
     "compile": True,
@@ -241,6 +241,10 @@ def test_what_cannot_change_on_resume_is_refused_by_name(
         same = dataclasses.replace(request, changes={name: getattr(config, name)})
         assert resolve(same).config.data == data, "the same value again is no change"
         return
+    if name == "model":  # the weights would have the same shapes without qk_norm
+        request = Request(out=str(run), resume="latest", changes={"model": {"num_heads": 4}})
+        with pytest.raises(ValueError, match=r"than these flags \(num_heads 2 there, 4 here"):
+            resolve(request)
     if name == "data":
         value = str(tmp_path / "other.txt")
         Path(value).write_text("something else entirely. " * 400)

@@ -174,7 +174,14 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     assert single.held_out_bytes is not None and single.held_out_bytes >= 1
 
 
-def test_data_that_is_not_there_or_empty_is_named(tmp_path: Path) -> None:
+def test_data_that_is_not_there_or_empty_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text('{"text": "words"}\n' * 99)
+    load_corpus(str(tmp_path / "lines"))
+    assert "a.jsonl is read as it is, JSON and all" in caplog.text
+    shutil.rmtree(tmp_path / "lines")
     with pytest.raises(DataError, match=r"names no data.*stdlib.*hf:NAME"):
         load_corpus(str(tmp_path / "none.txt"))
     with pytest.raises(DataError, match="matches nothing"):
@@ -251,11 +258,12 @@ def test_many_files_are_one_corpus_and_the_end_of_each_is_held_out(tmp_path: Pat
 
 def test_sources_have_weights(tmp_path: Path) -> None:
     a, b = tmp_path / "a.bin", tmp_path / "b.bin"
-    write_tokens(a, np.zeros(1000, int), 300)
-    write_tokens(b, np.ones(400, int), 300)
+    write_tokens(a, np.zeros(1000, int), 300, num_bytes=1000)
+    write_tokens(b, np.ones(400, int), 300, num_bytes=1600)
     write_tokens(c := tmp_path / "c.bin", np.ones(400, int), 7)
     corpus = load_corpus(f"{a}:3,{b}:1", held_out=0.1)
     assert corpus.shares == ((900, 0.75), (360, 0.25))
+    assert corpus.bytes_per_token("train") == 0.75 * 1 + 0.25 * 4, "as they are drawn"
     held = corpus.held_out[:]
     assert (np.count_nonzero(held == 0), np.count_nonzero(held == 1)) == (100, 33), "as weighted"
     other = load_corpus(f"{a}:1,{b}:1", held_out=0.1)
@@ -280,6 +288,7 @@ def test_tokens_of_unknown_text_have_bits_per_token(tmp_path: Path) -> None:
     corpus = load_corpus(str(tmp_path / "a.bin"))
     assert len(corpus.train) == 950 and corpus.vocab_size == 1000
     assert corpus.unit == "bits/token" and corpus.bytes_per_token() is None
+    assert corpus.field == "bits_per_token", "in events: no picture calls them bits per byte"
     assert corpus.bits_per_byte(math.log(2)) == pytest.approx(1.0)
 
 
@@ -393,6 +402,10 @@ def test_a_pretrained_tokenizer_reads_text_and_goes_with_its_tokens(tmp_path: Pa
     assert decode_text(opened.codec, opened.train[:50]) == decode_text(
         corpus.codec, corpus.train[:50]
     )
+    other = tmp_path / "other.json"
+    other.write_bytes(Pieces.train([b"other text " * 9], 260).files()[FILE])
+    with pytest.raises(DataError, match=r"other\.json .* is not the one that they were made with"):
+        load_corpus(str(given / "t.bin"), tokenizer=str(other))
     for number, last in enumerate((corpus.train[-1], 299)):  # nobody wrote down their tokenizer
         tokens = np.append(corpus.train[:-1], last)
         write_tokens(tmp_path / f"{number}.bin", tokens, 300)
@@ -404,7 +417,7 @@ def test_a_pretrained_tokenizer_reads_text_and_goes_with_its_tokens(tmp_path: Pa
     assert one.train_bytes and two.train_bytes == 2 * one.train_bytes
     with pytest.raises(DataError, match=r"tokenizer.json: token \d+ is 299, outside 0"):
         load_corpus(str(tmp_path / "1.bin"), **named)
-    (given / "tokenizer.json").write_bytes(Pieces.train([b"other text " * 9], 260).files()[FILE])
+    shutil.copy(other, given / "tokenizer.json")
     with pytest.raises(DataError, match=r"is not the tokenizer that t\.bin was made with"):
         load_corpus(str(given / "t.bin"))
     (given / "tokenizer.json").write_text("{}")

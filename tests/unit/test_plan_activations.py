@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from shardwise.moe import mixtures_of
 from shardwise.report.activations import WORKSPACE, Follower
 from shardwise.report.plan import Plan, plan
 from shardwise.report.suggest import largest
+from shardwise.train.tokens import write_tokens
+from shardwise.words import count_text
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
 SMALL = GPTConfig(dim=64, num_layers=3, num_heads=2, hidden_dim=128, vocab_size=512, context=64)
@@ -186,6 +189,50 @@ def test_the_command_says_that_a_recipe_does_not_fit(capsys: pytest.CaptureFixtu
     assert "use microbatches of at most " in said
     assert run([*words, "139GiB", "--sequences", "8"]) == 0
     assert "fits 139 GiB per rank" in capsys.readouterr().out
+
+
+RECIPES = """
+from torch import nn
+from shardwise.models.gpt_config import GPTConfig
+from shardwise.train.config import TrainConfig
+
+SMALL = GPTConfig(dim=32, num_layers=2, num_heads=2, context=32)
+
+def build(config):
+    return nn.Sequential(nn.Embedding(config.model.vocab_size, 8), nn.Linear(8, 257))
+
+def own():
+    return TrainConfig(module=__file__ + ":build")
+
+def low():
+    return TrainConfig(model=SMALL, lora_rank=2)
+
+def groups():
+    return TrainConfig(model=SMALL, strategy="hsdp", replicas=4)
+
+def kept():
+    return TrainConfig(model=SMALL, keep_weights="on")
+
+def tokens():
+    return TrainConfig(model=SMALL, data=__file__.replace("mine.py", "t.bin"))
+"""
+
+
+def test_a_recipe_is_planned_as_it_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(RECIPES)
+    write_tokens(tmp_path / "t.bin", np.zeros(9, int), 900)
+    small = GPTConfig(dim=32, num_layers=2, num_heads=2, context=32, vocab_size=900)
+    for recipe, words in {
+        "own": "4.37K parameters, zero3",
+        "low": ".lora_a",
+        "groups": "hsdp over dp_outer=4 x dp=2",
+        "kept": "zero2 over dp=8",
+        "tokens": f"{count_text(small.num_parameters)} parameters",
+    }.items():
+        assert run(["plan", f"{tmp_path}/mine.py:{recipe}"]) == 0
+        assert words in (said := capsys.readouterr().out), said
 
 
 def test_a_model_is_left_as_it_was() -> None:

@@ -32,7 +32,7 @@ from shardwise.train import cache, session
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
-from shardwise.train.flags import changed, given
+from shardwise.train.flags import changed, given, refuse_idle
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
 
 # ------------------------------------------------------------------------------ flags
@@ -83,13 +83,25 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     assert dataclasses.replace(after, steps=300, model=model) == before
     again = changed(after, {"model": {"rope_scaling": {"original_context": 64}}})
     assert again.model.rope_scaling == RopeScaling(factor=2.0, original_context=64)
-    for idle in (
-        {"matrix_lr": 0.1, "optimizer": "adamw"},
-        {"decay": 0.3, "schedule": "cosine"},
-        {"lora_alpha": 8.0},
-    ):
-        with pytest.raises(ValueError, match=rf"{next(iter(idle))}=.* has no effect with"):
-            changed(before, idle)
+    cases: dict[str, dict[str, Any]] = {
+        "matrix_lr": {"matrix_lr": 0.1, "optimizer": "adamw"},
+        "decay": {"decay": 0.3, "schedule": "cosine"},
+        "lora_alpha": {"lora_alpha": 8.0},
+        "keep_weights": {"keep_weights": "off", "strategy": "zero2"},
+        r"model\.vocab_size": {"model": {"vocab_size": 512}},
+        r"model\.z_coefficient": {"model": {"z_coefficient": 1e-4}},
+        r"model\.drop": {"model": {"num_experts": 4, "drop": "unlikely"}},
+        r"model\.delay_expert_gradients": {"model": {"delay_expert_gradients": True}},
+        r"model\.dim": {"module": "hf:folder", "model": {"context": 64, "dim": 64}},
+    }
+    for name, idle in cases.items():
+        with pytest.raises(ValueError, match=rf"^{name}=.* has no effect with"):
+            refuse_idle(changed(before, idle), idle)
+    works = {"ep": 2, "model": {"z_coefficient": 1e-4, "delay_expert_gradients": True}}
+    refuse_idle(changed(load_recipe("moe_tiny"), works), works)
+    for beside in ({"documents": "apart"}, {"model": {"head_z_coefficient": 1e-4}}):
+        with pytest.raises(ValueError, match=r"is the GPT's: leave it"):
+            changed(before, {"module": "own.py:build", **beside})
 
 
 def test_help_and_version_import_no_torch() -> None:
