@@ -37,8 +37,11 @@ from shardwise.tensor_whole import (
     into_plain,
     norms,
     on_the_whole,
+    recorded_with_own,
     recorded_with_plain,
+    same_shape,
     spans,
+    stretches,
     viewed,
     whole,
     whole_value,
@@ -132,6 +135,16 @@ class Operations:
     def _refuse(self, func: Any, args: Any, kwargs: Any, why: str = "", fix: str = "") -> NoReturn:
         _refuse_cut(func, next(self._cuts((args, kwargs))), why, fix)
 
+    def _refuse_own(self, func: Any, args: Any, kwargs: Any) -> None:
+        if recorded_with_own(args):
+            why = "what this rank has computed meets it, and its gradient would not be reduced"
+            self._refuse(func, args, kwargs, why)
+
+    def _into_plain(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if any(type(one) is self.kind and one.requires_grad for one in args):
+            self._refuse_own(func, args, kwargs)
+        return into_plain(func, args, kwargs)
+
     def _gather(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute on gathered operands what only reads them, or fills an ``out=`` of ours."""
         cut = next(self._cuts((args, kwargs)))
@@ -176,7 +189,7 @@ class Operations:
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
             return operand.reshape(1) if operand.ndim > 1 else operand
-        if operand.ndim <= len(cut.shape) and _stretches(operand.shape, cut.shape):
+        if operand.ndim <= len(cut.shape) and stretches(operand.shape, cut.shape):
             return cut.take(operand.expand(cut.shape))
         why = (
             f"an operand of shape {list(operand.shape)} goes neither with the whole tensor "
@@ -203,7 +216,9 @@ class Operations:
                 uneven = True
             operands.append(operand)
         if writes and type(args[0]) is not kind:
-            return into_plain(func, args, kwargs)
+            return self._into_plain(func, args, kwargs)
+        if uneven and not writes:
+            self._refuse_own(func, args, kwargs)
         if kwargs:
             kwargs, cut = self._keywords(func, kwargs, cut)
         assert cut is not None, "dispatch found one of ours"
@@ -313,13 +328,13 @@ class Operations:
 
     def _alias(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
-        if len(args) > 1 and not _same_shape(args[1], source.cut):
+        if len(args) > 1 and not same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
         return self.wrap(source._local_tensor, source.cut, source.version)
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
-        if name in ("view", "_unsafe_view") and _same_shape(args[1], source.cut):
+        if name in ("view", "_unsafe_view") and same_shape(args[1], source.cut):
             return self.wrap(source._local_tensor, source.cut, source.version)
         found = spans(func, source.cut.shape, source.dtype, args[1:], kwargs)
         # A tile's elements, and those that replicas divide, are no run of the whole tensor's.
@@ -333,7 +348,7 @@ class Operations:
         source, rest = args[0], list(args[1:])
         kwargs, cut = self._keywords(func, kwargs, source.cut)
         if func._schema.name.startswith("aten::new_"):
-            if not _same_shape(rest[0], cut):  # a tensor of another shape is a plain one
+            if not same_shape(rest[0], cut):  # a tensor of another shape is a plain one
                 return whole(func(source._local_tensor, *rest, **kwargs))
             rest[0] = list(cut.local_shape)
         return self.wrap(func(source._local_tensor, *rest, **kwargs), cut)
@@ -341,7 +356,7 @@ class Operations:
     def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target, source, *rest = args
         if type(target) is not self.kind:
-            return into_plain(func, args, kwargs)
+            return self._into_plain(func, args, kwargs)
         cut = target.cut
         if type(source) is self.kind and cut.matches(source.cut):
             local = source._local_tensor
@@ -421,6 +436,7 @@ class Operations:
             return self._gather(func, args, kwargs)
         cut, local = given["self"].cut, given["self"]._local_tensor
         if name == "dot":
+            self._refuse_own(func, args, kwargs)
             other = self._align(func, cut, given["tensor"])
             return whole_value("sum", local.double() * other, cut, None).to(local.dtype)
         return whole_value(name, local, cut, given.get("dtype"))
@@ -469,11 +485,6 @@ def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     )
 
 
-def _stretches(small: Sequence[int], shape: Sequence[int]) -> bool:
-    ends = zip(reversed(small), reversed(shape), strict=False)
-    return all(size in (1, wanted) for size, wanted in ends)
-
-
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -486,13 +497,6 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 def _pointwise(packet: Any) -> bool:
     overloads = (getattr(packet, name) for name in packet.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
-
-
-def _same_shape(size: Any, cut: Cut) -> bool:
-    """Whether a view to ``size`` changes nothing; -1 stands for what it must be."""
-    if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
-        return False
-    return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))
 
 
 def _checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:

@@ -134,6 +134,15 @@ def recorded_with_plain(args: Any) -> bool:
     return _records(args) and not all(isinstance(one, DTensor) for one in tensors)
 
 
+def recorded_with_own(args: Any) -> bool:
+    """Whether autograd would record an operation on what this rank has computed: a gradient would
+    flow to it from pieces, and to a parameter at rest from one rank alone."""
+    if not torch.is_grad_enabled():
+        return False
+    own = (one for one in args if isinstance(one, Tensor) and one.grad_fn is not None)
+    return not all(isinstance(one, (DTensor, WholeTensor)) for one in own)
+
+
 def on_the_whole(
     func: Any,
     name: str,
@@ -323,3 +332,15 @@ def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
     if lo == hi:
         return local.new_empty(part.local_shape), part
     return local.reshape(-1)[lo - begin : hi - begin].view(part.local_shape), part
+
+
+def stretches(small: Sequence[int], shape: Sequence[int]) -> bool:
+    ends = zip(reversed(small), reversed(shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in ends)
+
+
+def same_shape(size: Any, cut: Cut) -> bool:
+    """Whether a view to ``size`` changes nothing; -1 stands for what it must be."""
+    if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
+        return False
+    return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))

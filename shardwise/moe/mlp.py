@@ -234,7 +234,9 @@ def room(parameter: Tensor) -> Tensor:
 
 def brought(parameters, gradients, trained) -> list[Tensor]:
     """The gradients that a graph brings, of trained parameters; or memory without values."""
-    every = zip(parameters, gradients, trained, strict=True)
+    every = list(zip(parameters, gradients, trained, strict=True))
+    for one in (one for one, gradient, _ in every if gradient is None):
+        one.others_count = False
     return [room(one) if gradient is None else gradient for one, gradient, t in every if t]
 
 

@@ -203,6 +203,7 @@ class ExpertTensor:
             self.write_main_grads(write, set())
             for parameter in self._trained:
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                parameter.others_count = True  # type: ignore[attr-defined]
             return [None] * len(self.parameters)
         return self._fresh(write)
 
@@ -262,6 +263,7 @@ class ExpertTensor:
         """Call the hooks of parameters whose delayed gradients are complete, once each."""
         for parameter in self._trained:
             if _offers_main_grad(parameter):
+                parameter.others_count = True  # type: ignore[attr-defined]
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 if hasattr(type(parameter), "fresh_main_grad"):
                     continue  # the assignment has told its owner

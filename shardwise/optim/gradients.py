@@ -159,6 +159,8 @@ class OptimizerGradients:
                     whole = gathered(grad) if isinstance(grad, DTensor) else grad
                     piece = parameter.cut.take(whole).contiguous()
                     parameter.grad = ShardedTensor(piece, parameter.cut)
+                elif grad is not None and not state_cut(parameter).is_part_of(grad.cut):
+                    parameter.grad = torch.empty_like(parameter).copy_(grad)  # another's
                 continue
             if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
                 continue

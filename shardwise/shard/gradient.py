@@ -276,6 +276,8 @@ class Gradients:
         for index, (parameter, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
             if parameter._added:
                 parameter._added = False
+                if grad is not None and parameter.others_count:
+                    views[index].add_(parameter.local_gradient(grad))
             elif grad is not None:
                 into.append(views[index])
                 values.append(parameter.local_gradient(grad))

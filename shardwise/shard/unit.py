@@ -118,7 +118,8 @@ class Unit(Wrapped):
             refuse_side_way(self)
             self._enter_backward()
         arrivals = self.arrivals
-        if not arrivals.arrive(key):
+        # Of a delayed one autograd brings what other uses add: the kernel tells of its own.
+        if getattr(leaf, "delayed", False) or not arrivals.arrive(key):
             return
         if 0 < arrivals.elements <= arrivals.one_more:
             # Two units' weights, this one's gradients and the packed ones of the unit before are

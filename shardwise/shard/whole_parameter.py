@@ -42,6 +42,8 @@ class Whole(Tensor):
     _gradients: ref[Gradients] | None = None
     _index = 0
     _added = False
+    # Whether the kernel that added it brought autograd nothing: what autograd brings is of others.
+    others_count = False
     # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
     _lent: tuple[Tensor, ...] = ()
     _counted = 0  # the version up to which writes are known

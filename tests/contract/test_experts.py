@@ -361,6 +361,32 @@ def test_a_step_without_backward_dw_is_refused_at_once(
     assert ("torch's own fully_shard" in message) == (wrapper == "torch")
 
 
+class Penalised(Delayed):
+    """Reads a weight of its experts beside the kernels that bring its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts.fc1.weight.square().mean()
+
+
+@pytest.mark.parametrize("wrapper", ["zero3", "data_parallel"])
+@pytest.mark.parametrize("delay", [False, True])
+@on_ranks(2)
+def test_a_penalty_adds_to_the_gradients_that_kernels_bring(
+    rank: int, world_size: int, delay: bool, wrapper: str
+) -> None:
+    net: Any = Penalised(delay)
+    shard: Any = sw.data_parallel if wrapper == "data_parallel" else sw.fully_shard
+    shard(net, mesh=mesh_of(world_size))
+    plain = Penalised(False)
+    for step in range(2):
+        net(rows(rank + 2 * step)).backward()
+        net.experts.backward_dw()
+        for each in range(world_size):
+            (plain(rows(each + 2 * step)) / world_size).backward()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
 def in_exchange(rank: int, world_size: int, unit: str) -> str:
     """Under torch's own wrapper, inside a unit that ends after the exchange, nothing is late."""
     mesh = mesh_of(world_size)

@@ -108,6 +108,9 @@ def test_gradients_that_users_exchange_or_make(rank: int, world_size: int, way: 
     backward_of_both(net, plain, rank, world_size, 3)
     for model in (net, plain):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+        norm, down = model.blocks[0].norm, model.blocks[0].down
+        norm.weight.grad, down.bias.grad = down.bias.grad, norm.weight.grad  # of one buffer
+        sw.optimizer(model, matrix=None, elementwise=sw.adamw(lr=0.1)).step()
     assert_parameters_equal(net, plain)
 
 
@@ -222,6 +225,18 @@ def test_a_forward_past_the_hooks_is_refused(rank: int, world_size: int, way: st
     # The first step of a product, a transposed copy, works: torch refuses the second.
     mixed = raised(lambda: nn.functional.linear(x, net.head.weight), RuntimeError)
     assert "mixed torch.Tensor and DTensor" in mixed
+    # Element by element, with what this rank has computed: the gradient of one rank alone.
+    own, bias = x.requires_grad_() * 1, net.blocks[0].down.bias
+    for what in (
+        lambda: own.add_(bias),
+        lambda: own[0] - bias,
+        lambda: torch.dot(bias, own[0]),
+        lambda: own.__setitem__(0, bias),
+    ):
+        assert "would not be reduced" in raised(what, NotImplementedError)
+    assert (bias / bias.norm() - torch.ones(10)).requires_grad  # the same on all ranks
+    own.add_(bias.detach())  # a constant, the same on all ranks
+    bias.data.sub_(own[0])  # a write
 
 
 def anomaly(rank: int, world_size: int, way: str) -> None:
