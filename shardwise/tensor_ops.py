@@ -19,7 +19,6 @@ decided once per op is not decided at each call: optimizers call it for every pa
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -33,6 +32,7 @@ from shardwise.agreement import differ
 from shardwise.cut import Cut
 from shardwise.tensor_whole import (
     VIEWS,
+    checksum_of_generator,
     gathered,
     into_plain,
     norms,
@@ -388,7 +388,7 @@ class Operations:
             self._refuse(func, args, kwargs)
         cut, local = target.cut, target._local_tensor
         unsynced = target.version is not None and target.version.unsynced
-        seed = _checksum_of_generator(local, kwargs.get("generator"))
+        seed = checksum_of_generator(local, kwargs.get("generator"))
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         drawn = func(full, *rest, **kwargs)
         if func._schema.is_mutable:
@@ -497,14 +497,3 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 def _pointwise(packet: Any) -> bool:
     overloads = (getattr(packet, name) for name in packet.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
-
-
-def _checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:
-    """A checksum of the state of the random numbers that an op on ``tensor`` draws."""
-    if generator is not None:
-        state = generator.get_state()
-    elif tensor.device.type == "cuda":
-        state = torch.cuda.get_rng_state(tensor.device)
-    else:
-        state = torch.get_rng_state()
-    return zlib.crc32(state.numpy().tobytes())

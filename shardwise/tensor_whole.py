@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -344,3 +345,14 @@ def same_shape(size: Any, cut: Cut) -> bool:
     if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
         return False
     return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))
+
+
+def checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:
+    """A checksum of the state of the random numbers that an op on ``tensor`` draws."""
+    if generator is not None:
+        state = generator.get_state()
+    elif tensor.device.type == "cuda":
+        state = torch.cuda.get_rng_state(tensor.device)
+    else:
+        state = torch.get_rng_state()
+    return zlib.crc32(state.numpy().tobytes())
