@@ -38,6 +38,7 @@ from shardwise.train.build import (
     build_optimizer,
     build_scheduler,
     precision_of,
+    use_deterministic_algorithms,
 )
 from shardwise.train.codecs import decode_text, encode_text, write_codec
 from shardwise.train.config import TrainConfig
@@ -54,17 +55,6 @@ from shardwise.train.world import World, num_restarts
 logger = logging.getLogger(__name__)
 
 PROMPT = "def "
-
-
-def use_deterministic_algorithms() -> None:
-    """Ask torch, cuBLAS (which reads a variable, and is refused without it) and torch.compile
-    (which otherwise chooses kernels by their time) for kernels with one order of sums."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    from torch._inductor import config
-
-    if hasattr(config, "deterministic"):  # torch 2.9 and later
-        config.deterministic = True
 
 
 @dataclass(frozen=True)
@@ -297,18 +287,24 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 self._use_smaller_microbatches(error)
 
+    def smaller(self) -> int | None:
+        """The number of microbatches to try after an out-of-memory error, twice as many or more;
+        None after the first steps, and where each is one sequence."""
+        early = self.step - self._first_step < 3
+        return more_microbatches(self.config, self.world.size) if early else None
+
     def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
         """Twice as many microbatches from now on, in the first steps of a run on one rank; else
-        raise: other ranks would wait in a collective for this one."""
-        config, world = self.config, self.world
-        count = more_microbatches(config, world.size)
-        if self.step - self._first_step >= 3 or world.size > 1 or count is None:
+        raise: other ranks would wait in a collective for this one. (Our launcher starts them all
+        again, see ``session``.)"""
+        count, world = self.smaller(), self.world
+        if count is None or world.size > 1:
             raise error
         self.parts.model.reset_iter_state()  # type: ignore[operator]
         self.parts.optimizer.zero_grad()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._configure(dataclasses.replace(config, microbatches=count))
+        self._configure(dataclasses.replace(self.config, microbatches=count))
         self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
 
     def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
