@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class Trainer:
         elif self.config.init_from is not None and self.config.module is None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
+        self._compiles = self.config.compiles(world.device.type)
         self.quantised = Tally()  # of activations and gradients in fp8, in steps before evaluations
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
@@ -143,10 +145,8 @@ class Trainer:
 
     def _configure(self, config: TrainConfig) -> None:
         """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
-        written = config.to_json()
-        self.config, self.store.config = config, written
-        first, folder = self.world.first, self.folder
-        self.world.together(lambda: write_config(folder, written) if first else None)
+        self.config, self.store.config, first = config, config.to_json(), self.world.first
+        self.world.together(lambda: write_config(self.folder, config.to_json()) if first else None)
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -158,8 +158,7 @@ class Trainer:
             raise too_large(self.config, self.world.size, self.step + 1, error) from None
 
     def _run(self) -> Outcome:
-        config = self.config
-        reason = None
+        config, reason = self.config, None
         bits: float | None = None
         # A run that is too short to reach its profile step records the last one.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
@@ -220,6 +219,8 @@ class Trainer:
         self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
         parts.scheduler.step()
+        if self.step == self._first_step and config.eval_every and self._compiles:
+            self._score(islice(parts.held_out, 1))  # its graphs are compiled now, in a step's time
         self.step += 1
         began, self._ended = self._ended, self._clock.mark()
         issued = _Issued(
@@ -272,7 +273,7 @@ class Trainer:
             **self.experts.figures(agreed[3:]),
             **self.speed.of(seconds),
         )
-        if issued.step == self._first_step + 1 and config.compiles(world.device.type):
+        if issued.step == self._first_step + 1 and self._compiles:
             text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
             self.events("note", text=text)
         return (asked or "another rank was asked to") if stops else None
@@ -305,6 +306,7 @@ class Trainer:
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
         self._configure(dataclasses.replace(self.config, microbatches=count))
+        self.parts.held_out.batch_size = self.config.share(world.size)
         self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
 
     def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -324,18 +326,20 @@ class Trainer:
     # ------------------------------------------------------------------------ evaluation and saving
 
     @torch.no_grad()
+    def _score(self, batches: Iterable[tuple[Tensor, Tensor, int]]) -> Tensor:
+        """[2]: the sum of the losses of this rank's held-out tokens, and their number."""
+        model, device = self.parts.model, self.world.device
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for tokens, targets, scored in batches:
+            sums[0] += model(tokens.to(device), targets.to(device)).double() * scored
+            sums[1] += scored
+        model.train()
+        return sums
+
     def evaluate(self) -> float:
         """The bits per byte of the held-out text; every token is scored once, on one rank."""
-        model, corpus = self.parts.model, self.parts.corpus
-        model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        count = 0
-        for tokens, targets, scored in self.parts.held_out:
-            loss = model(tokens.to(self.world.device), targets.to(self.world.device))
-            total += loss.double() * scored
-            count += scored
-        model.train()
-        sums = torch.tensor([float(total), count], dtype=torch.float64)
+        corpus, sums = self.parts.corpus, self._score(self.parts.held_out).cpu()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
