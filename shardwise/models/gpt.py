@@ -314,7 +314,7 @@ class GPT(nn.Module):
             tokens = F.pad(tokens, (0, missing))
             targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
         begin = held[0].length if held else 0
-        mask = documents_mask(tokens, self.document_end, begin)
+        mask = documents_mask(tokens, self.document_end, begin, always=self.softmax is not None)
         hidden = self.embedding(tokens[:, begin:])  # [B, T, C], or a part of T: see sequence_parts
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)[:, begin:]
         recompute = bool(self.recomputed) and torch.is_grad_enabled()

@@ -107,16 +107,18 @@ BLOCK = 128  # queries, and keys, of one block of a BlockMask
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def documents_mask(tokens: Tensor, end: int | None, begin: int = 0) -> Mask | None:
+def documents_mask(
+    tokens: Tensor, end: int | None, begin: int = 0, *, always: bool = False
+) -> Mask | None:
     """The keys that queries from ``begin`` on see, where each token ``end`` begins a document.
 
     ``None``: all keys before a query, and its own. So it is where there is no such token, which
-    only a CPU can ask about without waiting.
+    only a CPU can ask about without waiting; not with ``always``, for blocks that are compiled.
     """
     if end is None:
         return None
     begins = tokens == end
-    if tokens.device.type == "cpu" and not begins.any():
+    if tokens.device.type == "cpu" and not always and not begins.any():
         return None
     number = begins.cumsum(1, dtype=torch.int32)  # of the document that a token is in: [B, T]
     if tokens.device.type == "cuda" and tokens.shape[1] % BLOCK == 0 and not begin:

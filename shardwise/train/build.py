@@ -7,6 +7,7 @@ Sharding takes a few lines of :func:`build_model`; the model knows nothing of it
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,6 +55,17 @@ class Parts:
     sampler: Sampler
     batches: Batches
     held_out: HeldOut
+
+
+def use_deterministic_algorithms() -> None:
+    """Ask torch, cuBLAS (which reads a variable, and is refused without it) and torch.compile
+    (which otherwise chooses kernels by their time) for kernels with one order of sums."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    from torch._inductor import config
+
+    if hasattr(config, "deterministic"):  # torch 2.9 and later
+        config.deterministic = True
 
 
 def build(config: TrainConfig, world: World, cache: Any) -> Parts:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.train.guard import stop_signals
-from shardwise.train.world import LAUNCHER, STOP_FILE, check_gpus
+from shardwise.train.world import AGAIN, LAUNCHER, STOP_FILE, check_gpus
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -51,6 +51,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
 
     ``nproc=None``: :func:`default_ranks`. SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save
     and stop; a second SIGINT ends them at once. Ranks whose launcher is killed save and stop too.
+    Ranks that ran out of memory in their first steps are started again, with more microbatches.
     """
     check_gpus()
     count = default_ranks() if nproc is None else nproc
@@ -68,11 +69,16 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
         stop = Path(scratch) / "stop"
         os.environ[STOP_FILE] = str(stop)
         os.environ[LAUNCHER] = str(os.getpid())
+        options = ["--nproc-per-node", str(count), "--max-restarts", str(max_restarts)]
+        options += ["--rdzv-id", uuid.uuid4().hex]
+        options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
         with asking_to_stop(stop):
-            return _run_agent(arguments, count, max_restarts, scratch)
+            while (code := _run_agent(arguments, options)) == AGAIN:
+                pass
+            return code
 
 
-def _run_agent(arguments: Sequence[str], count: int, max_restarts: int, scratch: str) -> int:
+def _run_agent(arguments: Sequence[str], options: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,13 +87,10 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int, scratch:
     # Ranks report their failures themselves; torch would repeat them as a table and a traceback.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    options = ["--nproc-per-node", str(count), "--max-restarts", str(max_restarts)]
     # The same as --standalone: a rendezvous of this machine alone, on any free port.
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    options += ["--rdzv-id", uuid.uuid4().hex]
+    options = [*options, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     # We handle the other signals: torch would end the ranks without letting them save.
     options += ["--signals-to-handle", "SIGQUIT"]
-    options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
     # Do not wait long for a stopped or stuck rank once another has failed.
     if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
         options += ["--shutdown-timeout", "5"]
@@ -121,6 +124,8 @@ def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -
 
     A killed rank counts as the first: the failures that follow may have the same timestamp.
     """
+    if any(failure.exitcode == AGAIN for failure in failures.values()):
+        return AGAIN
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in signalled}
     for rank, failure in failures.items():
         if rank not in own and failure.exitcode == -signal.SIGKILL:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from shardwise.train.build import (
     build_optimizer,
     build_scheduler,
     precision_of,
+    use_deterministic_algorithms,
 )
 from shardwise.train.codecs import decode_text, encode_text, write_codec
 from shardwise.train.config import TrainConfig
@@ -54,17 +56,6 @@ from shardwise.train.world import World, num_restarts
 logger = logging.getLogger(__name__)
 
 PROMPT = "def "
-
-
-def use_deterministic_algorithms() -> None:
-    """Ask torch, cuBLAS (which reads a variable, and is refused without it) and torch.compile
-    (which otherwise chooses kernels by their time) for kernels with one order of sums."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    from torch._inductor import config
-
-    if hasattr(config, "deterministic"):  # torch 2.9 and later
-        config.deterministic = True
 
 
 @dataclass(frozen=True)
@@ -130,6 +121,7 @@ class Trainer:
         elif self.config.init_from is not None and self.config.module is None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
+        self._compiles = self.config.compiles(world.device.type)
         self.quantised = Tally()  # of activations and gradients in fp8, in steps before evaluations
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
@@ -153,10 +145,8 @@ class Trainer:
 
     def _configure(self, config: TrainConfig) -> None:
         """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
-        written = config.to_json()
-        self.config, self.store.config = config, written
-        first, folder = self.world.first, self.folder
-        self.world.together(lambda: write_config(folder, written) if first else None)
+        self.config, self.store.config, first = config, config.to_json(), self.world.first
+        self.world.together(lambda: write_config(self.folder, config.to_json()) if first else None)
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -168,8 +158,7 @@ class Trainer:
             raise too_large(self.config, self.world.size, self.step + 1, error) from None
 
     def _run(self) -> Outcome:
-        config = self.config
-        reason = None
+        config, reason = self.config, None
         bits: float | None = None
         # A run that is too short to reach its profile step records the last one.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
@@ -230,6 +219,8 @@ class Trainer:
         self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
         parts.scheduler.step()
+        if self.step == self._first_step and config.eval_every and self._compiles:
+            self._score(islice(parts.held_out, 1))  # its graphs are compiled now, in a step's time
         self.step += 1
         began, self._ended = self._ended, self._clock.mark()
         issued = _Issued(
@@ -282,7 +273,7 @@ class Trainer:
             **self.experts.figures(agreed[3:]),
             **self.speed.of(seconds),
         )
-        if issued.step == self._first_step + 1 and config.compiles(world.device.type):
+        if issued.step == self._first_step + 1 and self._compiles:
             text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
             self.events("note", text=text)
         return (asked or "another rank was asked to") if stops else None
@@ -297,18 +288,25 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 self._use_smaller_microbatches(error)
 
+    def smaller(self) -> int | None:
+        """The number of microbatches to try after an out-of-memory error, twice as many or more;
+        None after the first steps, and where each is one sequence."""
+        early = self.step - self._first_step < 3
+        return more_microbatches(self.config, self.world.size) if early else None
+
     def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
         """Twice as many microbatches from now on, in the first steps of a run on one rank; else
-        raise: other ranks would wait in a collective for this one."""
-        config, world = self.config, self.world
-        count = more_microbatches(config, world.size)
-        if self.step - self._first_step >= 3 or world.size > 1 or count is None:
+        raise: other ranks would wait in a collective for this one. (Our launcher starts them all
+        again, see ``session``.)"""
+        count, world = self.smaller(), self.world
+        if count is None or world.size > 1:
             raise error
         self.parts.model.reset_iter_state()  # type: ignore[operator]
         self.parts.optimizer.zero_grad()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._configure(dataclasses.replace(config, microbatches=count))
+        self._configure(dataclasses.replace(self.config, microbatches=count))
+        self.parts.held_out.batch_size = self.config.share(world.size)
         self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
 
     def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -328,18 +326,20 @@ class Trainer:
     # ------------------------------------------------------------------------ evaluation and saving
 
     @torch.no_grad()
+    def _score(self, batches: Iterable[tuple[Tensor, Tensor, int]]) -> Tensor:
+        """[2]: the sum of the losses of this rank's held-out tokens, and their number."""
+        model, device = self.parts.model, self.world.device
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for tokens, targets, scored in batches:
+            sums[0] += model(tokens.to(device), targets.to(device)).double() * scored
+            sums[1] += scored
+        model.train()
+        return sums
+
     def evaluate(self) -> float:
         """The bits per byte of the held-out text; every token is scored once, on one rank."""
-        model, corpus = self.parts.model, self.parts.corpus
-        model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        count = 0
-        for tokens, targets, scored in self.parts.held_out:
-            loss = model(tokens.to(self.world.device), targets.to(self.world.device))
-            total += loss.double() * scored
-            count += scored
-        model.train()
-        sums = torch.tensor([float(total), count], dtype=torch.float64)
+        corpus, sums = self.parts.corpus, self._score(self.parts.held_out).cpu()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardwise import comm
 from shardwise.checkpoint import SaveError
@@ -51,7 +54,18 @@ from shardwise.train.loop import Outcome, Trainer
 from shardwise.train.pretrained import begin_from
 from shardwise.train.recipes import load_recipe
 from shardwise.train.sources import holds_tokens
-from shardwise.train.world import World, end_with_launcher, join, launch_name, leave, num_restarts
+from shardwise.train.tokens import write_whole
+from shardwise.train.world import (
+    AGAIN,
+    World,
+    changes_file,
+    changes_left,
+    end_with_launcher,
+    join,
+    launch_name,
+    leave,
+    num_restarts,
+)
 from shardwise.words import flattened
 
 _SHAPE = (
@@ -210,7 +224,8 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
     # Rank 0 decides: files may appear or vanish while the other ranks look.
     mine = world.together(lambda: claim(request) if world.first else None)
     resolved: Resolved = comm.agree(mine and mine[0], world.axis)[0]
-    config, folder = resolved.config, resolved.folder
+    changes, folder = changes_left(), resolved.folder
+    config = changed(resolved.config, changes)
 
     def make() -> Sequence[Sink]:
         return [Console(config.steps), *make_sinks(folder, config)] if world.first else ()
@@ -229,6 +244,9 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             trainer.events(
                 "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"
             )
+        if changes:
+            text = f"out of memory: {config.microbatches} microbatches now"
+            trainer.events("warning", step=trainer.step, text=text)
     except BaseException:
         if mine is not None:
             mine[1].undo()
@@ -275,6 +293,9 @@ def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
 def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
     """Print one line, write the traceback to a file; return the exit code."""
     interrupted = isinstance(error, KeyboardInterrupt)
+    if not interrupted and _starts_again(error, trainer):
+        trainer.close()
+        return AGAIN
     unsaved = isinstance(error, SaveError)  # the same on every rank: reported once
     step = trainer.step if unsaved else trainer.step + 1
     text = " ".join(str(error).split()) or type(error).__name__
@@ -294,3 +315,18 @@ def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
     return 1
+
+
+def _starts_again(error: BaseException, trainer: Trainer) -> bool:
+    """Whether our launcher starts all ranks again, with more microbatches: this rank has run out of
+    memory in the first steps, or another one has and is gone."""
+    file, config, recompute = changes_file(), trainer.config, trainer.config.model.recompute
+    if file is None:
+        return False
+    count = trainer.smaller() if isinstance(error, torch.OutOfMemoryError) else None
+    if count is not None:
+        decided = {"keep_weights": config.keep_weights, "model": {"recompute": recompute}}
+        with contextlib.suppress(OSError):
+            write_whole(file, json.dumps(decided | {"microbatches": count}).encode())
+    asked: int = changes_left().get("microbatches", 0)
+    return asked > config.num_microbatches

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from glob import glob
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ Made = TypeVar("Made")
 
 STOP_FILE = "SHARDWISE_STOP"  # the path of a file: ranks that find it save and end
 LAUNCHER = "SHARDWISE_LAUNCHER"  # the pid of the launcher of this rank
+AGAIN = 75  # the exit status of ranks that our launcher starts again: "try again" (EX_TEMPFAIL)
 GPUS = "/dev/nvidia[0-9]*"
 _PR_SET_PDEATHSIG = 1
 
@@ -73,9 +75,22 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def changes_file() -> Path | None:
+    """Where a rank leaves the values of the configuration to start all ranks again with; None: not
+    our launcher has started them."""
+    stop = os.environ.get(STOP_FILE)
+    return None if stop is None else Path(stop).with_name("changes.json")
+
+
+def changes_left() -> dict[str, Any]:
+    """The values that a rank of this launch has left in :func:`changes_file`."""
+    file = changes_file()
+    return {} if file is None or not file.exists() else json.loads(file.read_text())
+
+
 def num_restarts() -> int:
     """How often the ranks of this launch have been started again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + bool(changes_left())
 
 
 def launch_name() -> str | None:

@@ -132,6 +132,57 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
     assert events_of(run, "end")[-1]["step"] == last + 5
 
 
+LIMITED = """
+import os
+import torch
+from shardwise.models.gpt import Block
+
+forward = Block.forward
+
+def limited(block, hidden, *args):
+    full = os.environ.get("RANK") == "1" and len(hidden) > int(os.environ["LARGEST"])
+    if full and block.training:
+        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+    return forward(block, hidden, *args)
+
+Block.forward = limited
+"""
+
+
+def train_microbatches(rank: int, world_size: int, folder: str, data: str, count: int) -> None:
+    changes = {"data": data, "steps": 4, "microbatches": count}
+    make_trainer(rank, world_size, folder, **changes).run()
+
+
+def test_ranks_without_memory_in_their_first_steps_start_again_with_more_microbatches(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 has room for microbatches of ``LARGEST`` sequences, of the 6 that it trains on."""
+    name, run = write_recipe(tmp_path, "steps=4"), tmp_path / "run"
+    with (tmp_path / "recipe.py").open("a") as recipe:
+        recipe.write(LIMITED)
+
+    def train(largest: int, *words: str) -> tuple[int, str, list[str], int]:
+        begun = len(events_of(run, "warning")) if run.exists() else 0
+        words = ("train", name, "--out", "run", *words)
+        code, _, err = fork_launcher(*words, cwd=tmp_path, LARGEST=str(largest)).finish()
+        texts = [event["text"] for event in events_of(run, "warning")[begun:]]
+        return code, err, texts, json.loads((run / "config.json").read_text())["microbatches"]
+
+    said = [f"out of memory: {count} microbatches now" for count in (2, 6)]
+    assert train(2) == (0, "", said, 6)
+    expected = tmp_path / "expected"
+    run_ranks(train_microbatches, 2, str(expected), write_text(tmp_path), 6)
+    assert losses(run) == losses(expected) and len(losses(run)) == 4
+    # A resumed run goes on from its checkpoint.
+    assert train(3, "--resume", "--steps", "6", "--microbatches", "1") == (0, "", said[:1], 2)
+    assert [event["step"] for event in events_of(run, "resume")] == [0, 0, 4, 4]
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
+    code, err, texts, count = train(0, "--resume", "--steps", "8", "--microbatches", "6")
+    assert (code, texts, count) == (1, [], 6)
+    assert "1 x 16 tokens: resume with --model.recompute block. tried" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_to_the_launcher_saves_at_the_next_step_and_leaves_nothing_behind(
     number: signal.Signals, tmp_path: Path

@@ -222,8 +222,9 @@ def test_microbatches_that_do_not_fit_are_halved_in_the_first_steps(tmp_path: Pa
     # What was computed before the error is in no gradient: the run is one of 4 microbatches.
     expected = tmp_path / "expected"
     run_ranks(plain_run, 1, str(expected), data, 4)
-    losses = [[event["loss"] for event in events_of(one, "step")] for one in (run, expected)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
+    for kind, count in (("step", 6), ("eval", 2)):
+        losses = [[event["loss"] for event in events_of(one, kind)] for one in (run, expected)]
+        assert losses[0] == losses[1] and len(losses[0]) == count
 
 
 def test_later_ones_end_the_run_with_what_to_set(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from shardwise.moe import GroupedMLP, mixtures_of, swiglu
 from tests.cases import pairwise
 from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
 from tests.parity import mxfp8_helpers as fp8
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.train_runs import make_trainer
 
 Block = Callable[[nn.Module], nn.Module]
 
@@ -228,3 +231,24 @@ def test_experts_called_twice_with_one_x_bring_two_gradients(rank: int, world_si
         net(x, ends, torch.ones(8)).sum().backward()
         found.append([parameter.grad.to_local() for parameter in net.parameters()])  # type: ignore[union-attr]
     assert all(map(torch.equal, *found))
+
+
+def graphs_of_a_run(rank: int, world_size: int, folder: str, data: str) -> list[int]:
+    """The graphs that were compiled by the end of each step and after the last evaluation."""
+    count, real, found = CompileCounterWithBackend("eager"), GPT.compile, []
+    with mock.patch.object(GPT, "compile", lambda model: real(model, backend=count)):
+        changes: dict[str, Any] = {"data": data, "compile": "on", "steps": 4, "microbatches": 2}
+        trainer = make_trainer(rank, world_size, folder, **changes)
+        trainer.events = mock.Mock(side_effect=lambda *_, **__: found.append(count.frame_count))
+        trainer.run()
+    return found
+
+
+def test_the_first_step_of_a_run_compiles_all_graphs(tmp_path: Path) -> None:
+    """Evaluations and microbatches find theirs, also where no document ends in a window."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(40):  # some microbatches of 6 x 16 tokens hold the end of one
+        (text / f"{number}.txt").write_text("so and on, " * 18)
+    (found,) = run_ranks(graphs_of_a_run, 1, str(tmp_path / "run"), str(text))
+    assert len(found) > 6 and set(found) == {3}, "a block, the same without gradients, the loss"
