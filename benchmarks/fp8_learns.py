@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     formats = ("mxfp8", "mxfp8_2d", "fp8_block")
     add("--formats", nargs="+", choices=formats, default=["mxfp8_2d", "fp8_block"])
     add("--optimizers", nargs="+", default=["muon", "adamw"])
+    add("--matrix-lr", type=float, help="of runs whose optimizer has one; default: the recipe's")
     add("--strategy", default="zero3")
     add("--nproc", type=int, help="ranks; default: two, or one per GPU")
     add("--data", help="default: the recipe's; machine: this machine's text, 192 MiB of it")
@@ -60,6 +61,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--name", help="of the result files; default: fp8-learns-<recipe>")
     add("--results", type=Path, default=report.RESULTS, help="folder for .md and .json")
     return parser.parse_args(arguments)
+
+
+def optimizer_words(optimizer: str, matrix_lr: float | None) -> list[str]:
+    """A run refuses a rate of matrices that its optimizer does not read."""
+    rate = ["--matrix-lr", str(matrix_lr)] if matrix_lr and optimizer != "adamw" else []
+    return ["--optimizer", optimizer, *rate]
 
 
 def paired(curves: Mapping[str, Curve], folders: Mapping[str, Path]) -> dict[str, Run]:
@@ -147,7 +154,7 @@ def main(arguments: Sequence[str]) -> None:
             (optimizer, seed, precision): Job(
                 name=f"{optimizer} {precision} {seed}",
                 words=[
-                    *(*words, "--optimizer", optimizer),
+                    *(*words, *optimizer_words(optimizer, options.matrix_lr)),
                     *("--precision", precision, "--seed", str(seed)),
                 ],
                 folder=Path(scratch) / f"{optimizer}-{precision}-{seed}",
@@ -168,7 +175,8 @@ def main(arguments: Sequence[str]) -> None:
                 for precision, run in paired(curves, {p: j.folder for p, j in own.items()}).items():
                     runs[precision][seed] = run
             if runs[BASE]:
-                line = shlex.join(["shardwise", "train", *shared, "--optimizer", optimizer])
+                own_words = optimizer_words(optimizer, options.matrix_lr)
+                line = shlex.join(["shardwise", "train", *shared, *own_words])
                 tables.append(table(runs, optimizer, line))
     if not tables:
         raise RuntimeError("no seed has a run in every precision: see above")

@@ -34,7 +34,7 @@ from benchmarks.workers import Options, in_processes
 from shardwise.precision.fp8 import SQUARE_128, empty_planes, encode
 from shardwise.report.trace import idle_share, kernels_of, merged
 
-WARMUPS, STEPS = 5, 8
+WARMUPS, STEPS = 5, 24  # at its limit of power a GPU changes its clock: 8 steps differed by 2 %
 MODELS = {
     "0.96B": (GPTConfig(), "16 x 2048, SwiGLU 5632, 8 x 2048 tokens"),
     "1.73B": (

@@ -38,9 +38,9 @@ _PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
 # Names of other libraries' recipes, and why there is none of that name.
 _ELSEWHERE = {
     "blockwise": "'fp8_block' is that recipe",
-    "nvfp4": "the GPUs that the kernels are for multiply no fp4",
+    **dict.fromkeys(("nvfp4", "mxfp4"), "the GPUs that the kernels are for multiply no fp4"),
 } | dict.fromkeys(
-    ("fp8", "tensorwise", "rowwise", "delayed"),
+    ("fp8", "float8", "tensorwise", "rowwise", "delayed"),
     "one scale for a whole tensor or row needs all its parts, which ranks hold; choose 'fp8_block'",
 )
 

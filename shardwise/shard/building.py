@@ -30,7 +30,7 @@ from shardwise.shard.checks import (
     warn_of_views,
     wrapping_problems,
 )
-from shardwise.shard.formats import stored_as
+from shardwise.shard.formats import stored_as, tell_of_decoding
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
@@ -173,6 +173,8 @@ class Wrapping:
         unit.stored = {where[position]: one for position, one in enumerate(self.stored)}
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
+        if any(one.format for one in self.stored):
+            tell_of_decoding(self.precision, self.device, self.mesh)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -16,6 +16,7 @@ Only names, shapes and layouts decide; no tensor is read, so every rank decides 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -25,13 +26,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
+from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
 from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
+from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import (
     TILED,
@@ -43,6 +47,8 @@ from shardwise.precision.policy import (
 )
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.words import aligned
+
+logger = logging.getLogger(__name__)
 
 
 def stored_as(found: Found, precision: Precision) -> Stored:
@@ -246,3 +252,14 @@ def _products(
     if (problem := scaled_problem(device)) is None:
         return f"fp8{gradient}", None
     return f"fp8 by decoding{gradient}", f"{problem}; the same numbers are made by decoding"
+
+
+def tell_of_decoding(precision: Precision, device: torch.device, mesh: DeviceMesh) -> None:
+    """Say in one line that a device makes no products in fp8: not those of the format, and where
+    the format leaves that open, none at all."""
+    if precision.products in ("emulated", "native") or device.type == "meta":
+        return
+    problem = scaled_problem(device)
+    if problem and (precision.recipe.activations is not None or native_problem(device)):
+        text = "Precision(weights=%r): %s; products are made by decoding, no faster than bf16's"
+        warn_once(logger, text, precision.weights, problem, mesh=mesh)

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import notices
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import ROW, FP8Error
 from shardwise.precision.fp8_tensor import FP8Tensor
-from shardwise.shard import building
+from shardwise.shard import building, formats
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.module import units_of
@@ -162,6 +163,16 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
     with mock.patch.object(fp8_products, "native_problem", return_value=None):
         assert isinstance(group.matmul, fp8_products.Native), "where there is hardware for it"
+    blocks = sw.Precision(weights="fp8_block")
+    notices._told.clear()
+    with mock.patch.object(formats.logger, "warning") as told:
+        for precision in (blocks, blocks, replace(blocks, products="emulated")):
+            sw.fully_shard(nn.Linear(128, 128), mesh=mesh, precision=precision)
+        with mock.patch.object(formats, "scaled_problem", return_value=None):
+            sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=MXFP8)
+    lines = [call.args[0] % call.args[1:] for call in told.call_args_list]
+    assert len(lines) == (rank == 0), "once, by one rank, where hardware does neither"
+    assert all("cpu multiplies no fp8 in blocks; products are made by" in one for one in lines)
     return [
         raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),

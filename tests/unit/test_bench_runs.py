@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fp8_learns import paired, table
+from benchmarks.fp8_learns import optimizer_words, paired, table
 from benchmarks.machine_text import gather
 from benchmarks.runs import Job, curve_of, finished, mean_of
 from benchmarks.shown_results import Shown
@@ -65,6 +65,13 @@ def test_runs_are_compared_where_all_of_them_came(tmp_path: Path) -> None:
     assert [run.bits for run in runs.values()] == [3.0, 3.0]
     made = table({name: {0: run} for name, run in runs.items()}, "muon", "words")
     assert "x within it (seeds +0.00 to +0.00 %)" in made.note
+
+
+def test_a_rate_of_matrices_is_for_optimizers_that_read_it() -> None:
+    """A run with another refuses it."""
+    assert optimizer_words("adamw", 0.04) == ["--optimizer", "adamw"]
+    assert optimizer_words("muon", 0.04) == ["--optimizer", "muon", "--matrix-lr", "0.04"]
+    assert optimizer_words("muon", None) == ["--optimizer", "muon"]
 
 
 def test_steps_that_were_done_twice_are_compared() -> None:

@@ -206,7 +206,8 @@ def test_what_a_user_may_say() -> None:
         ({"weights": "fp8_block", "scales": "fp16"}, "one of fp32, power_of_two"),
         ({"weights": "fp8_blocks"}, "'fp8_block'"),
         ({"weights": "blockwise"}, "'fp8_block' is that recipe"),
-        ({"weights": "nvfp4"}, "multiply no fp4"),
+        ({"weights": "mxfp4"}, "multiply no fp4"),
+        ({"weights": "float8"}, "one scale for a whole tensor or row"),
     ):
         with pytest.raises(ValueError, match=words):
             sw.Precision(**options)  # type: ignore[arg-type]
