@@ -24,10 +24,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.moe.weights import Coding, QuantisedParameter
+from shardwise.moe.coded import Coding, expert_codes
+from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision import fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
-from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import (
     DECODED,
     Recipe,
@@ -107,17 +107,17 @@ class FP8Weight(FP8Tensor):
     def operand(self, phase: Reads) -> Any:
         """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
-        if self.coding[0] is None:
+        if not self.coding[0]:
             return self.dequantise(phase)
         return expert_codes(self.plane(phase), self.shape, phase)
 
     @property
     def coding(self) -> Coding:
-        """How rows that meet a stack are coded, and whether they are in its gradient."""
+        """Whether rows that meet a stack are coded, and whether they are in its gradient."""
         recipe = self.group.precision.recipe
         if len(self.shape) < 3 or recipe.activations is None:
-            return None, False
-        return Rows, recipe.weight_gradient == "fp8"
+            return False, False
+        return True, recipe.weight_gradient == "fp8"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
