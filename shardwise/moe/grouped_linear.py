@@ -281,7 +281,7 @@ class GroupedLinear(nn.Module):
         """Convert the keys to this layout, and keep only this rank's experts."""
         for name, layout in self.layouts.items():
             if self.is_spread and keys.holds(state_dict, prefix, name, self.total_experts):
-                keys.one_by_one(state_dict, prefix, name, self.total_experts)
+                keys.to_indexed(state_dict, prefix, name, self.total_experts)
                 keys.from_one_by_one(
                     state_dict, prefix, name, self.num_experts,
                     first_expert=self.first_expert, layout=layout,

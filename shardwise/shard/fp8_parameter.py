@@ -198,12 +198,15 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    input, bias = _decoded(input), _decoded(bias)
     if not isinstance(weight, FP8Parameter) or weight.recipe is None:
-        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
+        return F.linear(input, _decoded(weight), bias)
+    if torch.compiler.is_dynamo_compiling():
+        return traced_linear(input, weight, bias, weight.recipe, weight.place)
     return fp8_linear(
-        _decoded(input),
+        input,
         weight.quantised,
-        _decoded(bias),
+        bias,
         parameter=weight if weight.requires_grad else None,
         matmul=weight.quantised.matmul,
         recipe=weight.recipe,
@@ -214,18 +217,12 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """A function as torch.compile sees it; no trace comes to the planes themselves."""
     with torch._C.DisableTorchFunctionSubclass():
         if func is F.linear:
-            return _traced_linear(*args, **kwargs)
+            return _linear(*args, **kwargs)
         if not _reads_no_values(func):
             if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
                 raise _refused(func, args, kwargs)
             args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _traced_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
-        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
-    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe, weight.place)
 
 
 def _embedding(
