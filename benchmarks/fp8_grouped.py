@@ -16,9 +16,9 @@ from benchmarks import grouped_mlp
 from benchmarks.measure import milliseconds
 from benchmarks.report import Row, Table
 from shardwise.moe.activation import Form, swiglu
+from shardwise.moe.coded import CodedRows, expert_codes
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, Plane, encode
-from shardwise.precision.fp8_experts import Rows, expert_codes
 
 KEYS = ("shape", "name", "forward", "forward_speed", "backward", "backward_speed", "peak")
 TORCH = {
@@ -31,7 +31,7 @@ class CodedTensor(ExpertTensor):
     """Weights of experts as a gather leaves them: codes, encoded beforehand."""
 
     planes: ClassVar[dict[int, Plane]] = {}
-    coding = (Rows, True)  # type: ignore[assignment]
+    coding = (True, True)  # type: ignore[assignment]
 
     def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         (weight,) = self.parameters
@@ -44,7 +44,7 @@ class CodedTensor(ExpertTensor):
 
 
 class PlainGradient(CodedTensor):
-    coding = (Rows, False)  # type: ignore[assignment]
+    coding = (True, False)  # type: ignore[assignment]
 
 
 class Coded(grouped_mlp.Ours):
@@ -139,13 +139,13 @@ def passes(experts: int, hidden: int, width: int, count: int) -> Iterator[Pass]:
     x, dy, z, h = (torch.randn(count, each, device="cuda").bfloat16() for each in sizes.values())
     p = torch.rand(count, device="cuda")
     for name, source in (("x", x), ("z", z)):
-        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(Rows.of, source)
+        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(CodedRows.of, source)
     both, codes = z.nbytes + h.nbytes, h.nbytes // 2
-    run: Callable[[], object] = partial(Rows.activated, z, p, form)
+    run: Callable[[], object] = partial(CodedRows.activated, z, p, form)
     yield "activation to codes", ("bytes", z.nbytes + codes), run
     run = partial(plain.forward, z, p, **form.numbers)
     yield "activation to bf16", ("bytes", both), run
-    run = partial(Rows.activation_backward, h, z, p, form)
+    run = partial(CodedRows.activation_backward, h, z, p, form)
     yield "activation backward to codes", ("bytes", both + both // 2), run
     run = partial(plain.backward, h.clone(), z, p, **form.numbers)
     yield "activation backward to bf16", ("bytes", 2 * both), run
@@ -168,7 +168,7 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
         )
         yield "fc1 bf16 and activation", work, run
     for phase, source in (("forward", x), ("backward", dy)):
-        codes, rows = expert_codes(plane, weight.shape, phase), Rows.of(source)  # type: ignore[arg-type]
+        codes, rows = expert_codes(plane, weight.shape, phase), CodedRows.of(source)  # type: ignore[arg-type]
         yield f"{name} {phase}", work, partial(codes.product, rows, ends)
         run = partial(
             torch._scaled_grouped_mm,
@@ -187,7 +187,7 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
     del codes, weight, plane
     run = partial(grouped_weight.weight_gradient, dy, x, ends, into, add=True)
     yield f"{name} dW bf16, added", work, run
-    left, right = ((rows.codes, rows.scales) for rows in (Rows.of(dy), Rows.of(x)))
+    left, right = ((rows.codes, rows.scales) for rows in (CodedRows.of(dy), CodedRows.of(x)))
     run = partial(grouped_codes.Folded, left, right, ends)
     yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run
     folded = grouped_codes.Folded(left, right, ends)

@@ -8,7 +8,7 @@ from shardwise.checkpoint import load, save
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
-from shardwise.optim.adamw import adamw
+from shardwise.optim.elementwise import adamw
 from shardwise.optim.matrix_function import matrix_optimizer
 from shardwise.optim.muon import muon
 from shardwise.optim.optimizers import Muon, optimizer

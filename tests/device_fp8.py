@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.kernels import fp8_block as kernels
 from shardwise.kernels import grouped_activation
 from shardwise.moe.activation import Form, clamped_quick_geglu, squared_relu, swiglu
-from shardwise.moe.weights import Into
+from shardwise.moe.coded import CodedRows, Into, expert_codes, quantise_rows
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -32,7 +32,6 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
-from shardwise.precision.fp8_experts import Rows, expert_codes, quantise_rows
 from shardwise.precision.fp8_functions import Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.device_mxfp8 import one_rank, run
@@ -295,11 +294,11 @@ def activations_become_codes_as_in_separate_passes() -> None:
         z[5], z[9, 3] = 0.0, float("nan")
         dh = torch.randn(517, width, device=DEVICE).bfloat16()
         p = torch.rand(517, device=DEVICE)
-        h = Rows.of(grouped_activation.forward(z, p, **form.numbers))
+        h = CodedRows.of(grouped_activation.forward(z, p, **form.numbers))
         parts = grouped_activation.backward(dh.clone(), z, p, **form.numbers)
-        expected = [h, Rows.of(parts[0]), Rows.of(parts[1])]
-        dz, again, dp = Rows.activation_backward(dh, z, p, form)
-        found = [Rows.activated(z, p, form), dz, again]
+        expected = [h, CodedRows.of(parts[0]), CodedRows.of(parts[1])]
+        dz, again, dp = CodedRows.activation_backward(dh, z, p, form)
+        found = [CodedRows.activated(z, p, form), dz, again]
         for name, mine, theirs in zip(("h", "dz", "h again"), found, expected, strict=True):
             differ = float((mine.codes != theirs.codes).double().mean())
             logger.info("%s of %s: %.1e of the codes differ", name, activation.kind, differ)
@@ -325,7 +324,7 @@ def gradients_of_experts_are_those_of_the_cpu() -> None:
         for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
             results = []
             for device in (torch.device("cpu"), DEVICE):
-                dy, x = (Rows.of(each.to(device)) for each in sides)
+                dy, x = (CodedRows.of(each.to(device)) for each in sides)
                 out = before.clone().to(device, dtype) if add else None
                 into = Into(dtype, out, add)
                 results.append(dy.weight_gradient(x, ends.to(device), into))

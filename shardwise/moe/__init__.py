@@ -6,8 +6,8 @@ dispatch        rows sorted by expert, sent to other ranks where experts are spr
 grouped_mlp     the feed-forwards of all experts at once
 grouped_linear  one linear layer for each expert; a grouped MLP has two
 activation      the function between the two linears; the order of gate and up
-inputs          checks of the inputs of grouped modules; the choice of a path
-products        three implementations of the same grouped products
+products        three implementations of the same grouped products; checks of their inputs
+coded           the same products of rows and weights in fp8
 weights         expert parameters in memory, and the destination of their gradients
 delayed         weight gradients that are computed after the backward
 keys            names of expert weights in state dicts

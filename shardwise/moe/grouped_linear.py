@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from shardwise import comm
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up, wide
+from shardwise.moe.coded import CodedRows, Into, parts_of, rows_of
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.products import (
     LoopProducts,
@@ -40,16 +41,12 @@ from shardwise.moe.products import (
     expert_of,
 )
 from shardwise.moe.weights import (
-    CodedRows,
     ExpertShare,
     ExpertTensor,
-    Into,
     WriteGradient,
     as_neighbours,
     as_one,
     declare_matrices,
-    parts_of,
-    rows_of,
     saved_by,
 )
 
@@ -284,7 +281,7 @@ class GroupedLinear(nn.Module):
         """Convert the keys to this layout, and keep only this rank's experts."""
         for name, layout in self.layouts.items():
             if self.is_spread and keys.holds(state_dict, prefix, name, self.total_experts):
-                keys.one_by_one(state_dict, prefix, name, self.total_experts)
+                keys.to_indexed(state_dict, prefix, name, self.total_experts)
                 keys.from_one_by_one(
                     state_dict, prefix, name, self.num_experts,
                     first_expert=self.first_expert, layout=layout,
@@ -370,7 +367,7 @@ class _Linear(torch.autograd.Function):
         rows = x.to(dtype).contiguous()
         weight = bundles[0].value(dtype)
         coding = bundles[0].coding
-        coded = rows if coding[0] is None else coding[0].of(rows)
+        coded = CodedRows.of(rows) if coding[0] else rows
         y = products.linear(coded, weight, ends)
         if len(bundles) > 1:
             y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
@@ -386,12 +383,12 @@ class _Linear(torch.autograd.Function):
         kept, scales, ends, *_ = saved_by(ctx)
         bundles, products, coding = ctx.bundles, ctx.products, ctx.bundles[0].coding
         dy = dy.contiguous()
-        coded = dy if coding[0] is None else coding[0].of(dy)
+        coded = CodedRows.of(dy) if coding[0] else dy
         dx = None
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(coded, value, ends).to(ctx.x_dtype)
-        sides = coded if coding[1] else dy, rows_of(kept, scales, coding)
+        sides = coded if coding[1] else dy, rows_of(kept, scales)
         pending = [(bundles[0], weight_writer(products, *sides, ends, bundles[0].dtype))]
         if len(bundles) > 1:
             pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))

@@ -88,13 +88,7 @@ def to_indexed(state: StateDict, prefix: str, name: str, num_experts: int) -> bo
 
 
 def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
-    """One tensor per expert: members of a quantised stack, or slices of dimension 0."""
-    members = getattr(value, "members", None)
-    if callable(members):
-        parts = list(members())
-        if len(parts) != num_experts:
-            raise ValueError(f"'{key}' has {len(parts)} members, not one per {num_experts} experts")
-        return parts
+    """One tensor per expert: slices of dimension 0."""
     if value.dim() and value.shape[0] == num_experts:
         return list(value.unbind(0))
     if value.dim() and value.shape[0] % num_experts == 0:
@@ -106,19 +100,6 @@ def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------ one by one
-
-
-def one_by_one(
-    state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int = 0
-) -> bool:
-    """Convert this rank's experts to one tensor each, numbered over all ranks, for storing."""
-    local = indexed_keys(prefix, name, num_experts)
-    changed = to_indexed(state, prefix, name, num_experts)
-    if first_expert == 0 or any(key not in state for key in local):
-        return changed
-    values = [state.pop(key) for key in local]
-    state.update(zip(indexed_keys(prefix, name, num_experts, first_expert), values, strict=True))
-    return True
 
 
 def from_one_by_one(

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.moe.activation import Activation, Form, wide
+from shardwise.moe.coded import CodedRows, parts_of, rows_of
 from shardwise.moe.grouped_linear import bias_writer, weight_writer
 from shardwise.moe.products import (
     LoopProducts,
@@ -42,15 +43,7 @@ from shardwise.moe.products import (
     expert_of,
     make_products,
 )
-from shardwise.moe.weights import (
-    ExpertTensor,
-    Pending,
-    originals,
-    parts_of,
-    remember,
-    rows_of,
-    saved_by,
-)
+from shardwise.moe.weights import ExpertTensor, Pending, originals, remember, saved_by
 from shardwise.uncompiled import library, operator
 
 
@@ -74,10 +67,10 @@ def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor,
     """``y`` and ``z``, and ``x`` as backward reads it."""
     w1, w2, *biases = (bundle.value(x.dtype) for bundle in work.bundles)
     first, second = (bundle.coding for bundle in work.bundles[:2])
-    coded: Rows = x if first[0] is None else first[0].of(x)
+    coded: Rows = CodedRows.of(x) if first[0] else x
     if first[0] and second[0] and not biases:
         z = work.products.linear(coded, w1, ends)
-        h: Rows = second[0].activated(z, p, work.form)
+        h: Rows = CodedRows.activated(z, p, work.form)
     else:
         b1 = biases[0] if biases else None
         z, h = work.products.activated(coded, w1, b1, p, ends, work.form)
@@ -98,23 +91,22 @@ def mlp_backward(
     products, bundles = work.products, work.bundles
     first, second = (bundle.coding for bundle in bundles[:2])
     dy = dy.contiguous()
-    dy_rows = dy if second[0] is None else second[0].of(dy)
+    dy_rows = CodedRows.of(dy) if second[0] else dy
     dh = products.input_gradient(dy_rows, bundles[1].value(dy.dtype, "backward"), ends)
     h: Rows
     if first[1] and second[1] and len(bundles) == 2:
-        assert first[0] is not None
-        dz_rows, h, dp = first[0].activation_backward(dh, z, p, work.form)
+        dz_rows, h, dp = CodedRows.activation_backward(dh, z, p, work.form)
         dz: Any = dz_rows
     else:
         dz, h, dp = products.activation_backward(dh, z, p, work.form)
-        h = second[0].of(h) if second[0] is not None and second[1] else h
-        dz_rows = dz if first[0] is None else first[0].of(dz)
+        h = CodedRows.of(h) if second[1] else h
+        dz_rows = CodedRows.of(dz) if first[0] else dz
     del dh, z
     if len(bundles) == 4 and wants_p:
         b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(dy))]
         dp = dp + (wide(dy) * wide(b2)).sum(-1)
     dp = dp.to(p.dtype)
-    rows = rows_of(kept, scales, first)
+    rows = rows_of(kept, scales)
     left2, left1 = dy_rows if second[1] else dy, dz_rows if first[1] else dz
     pending = [
         (bundles[1], weight_writer(products, left2, h, ends, bundles[1].dtype)),

@@ -25,7 +25,8 @@ from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
-from shardwise.moe.weights import ExpertCodes, ExpertTensor, Into, QuantisedParameter
+from shardwise.moe.coded import ExpertCodes, Into, aligned
+from shardwise.moe.weights import ExpertTensor, QuantisedParameter
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
@@ -39,18 +40,19 @@ class LoopProducts:
         """``x·Wᵀ`` [rows, out], rounded once; weight [experts, out, in]."""
         if isinstance(weight, ExpertCodes):
             return weight.product(x, ends)
-        out: Tensor = x.new_empty(len(x), weight.shape[1])
-        for rows, matrix, into in zip(_parts(x, ends), weight, _parts(out, ends), strict=True):
-            torch.mm(rows, matrix.T, out=into)
-        return out
+        return self.product(x, weight.transpose(-2, -1), ends)
 
     def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
         """``dy·W`` [rows, in]."""
         if isinstance(weight, ExpertCodes):
             return weight.product(dy, ends)
-        out: Tensor = dy.new_empty(len(dy), weight.shape[2])
-        for rows, matrix, into in zip(_parts(dy, ends), weight, _parts(out, ends), strict=True):
-            torch.mm(rows, matrix, out=into)
+        return self.product(dy, weight, ends)
+
+    def product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        """Each expert's rows times its matrix, of [experts, in, out]."""
+        out = rows.new_empty(len(rows), matrices.shape[2])
+        for left, right, into in zip(_parts(rows, ends), matrices, _parts(out, ends), strict=True):
+            torch.mm(left, right, out=into)
         return out
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
@@ -86,15 +88,8 @@ class LoopProducts:
 class GroupedProducts(LoopProducts):
     """torch's grouped GEMM for the products."""
 
-    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
-        if isinstance(weight, ExpertCodes):
-            return weight.product(x, ends)
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-
-    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
-        if isinstance(weight, ExpertCodes):
-            return weight.product(dy, ends)
-        return F.grouped_mm(dy, weight, offs=ends)
+    def product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(rows, matrices, offs=ends)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         if dy.device.type == "cpu":  # on CUDA torch has only bf16, and rounds the sum to it
@@ -155,13 +150,6 @@ def _fc1_tile(weight: Weight, form: Form, tile: GroupedTile | None) -> GroupedTi
     width = weight.shape[1] // form.activation.inputs_per_output
     gated = form.activation.gated
     return grouped.fc1_tile(width, form.block, gated, tile) if plain and tile else None
-
-
-def aligned(value: Tensor | None) -> bool:
-    """Whether the copy engine can address ``value``: experts start at 16-byte boundaries."""
-    if value is None:
-        return True
-    return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
 
 
 def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:

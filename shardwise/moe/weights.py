@@ -14,12 +14,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.moe.activation import Form
+from shardwise.moe.coded import Coding, ExpertCodes
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
@@ -124,27 +124,6 @@ def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
 WriteGradient = Callable[[Tensor | None, bool], Tensor]
 
 
-@dataclass(frozen=True)
-class Into:
-    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
-
-    dtype: torch.dtype
-    out: Tensor | None = None
-    add: bool = False
-
-    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
-        if self.out is not None:
-            return self.out
-        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
-
-    def take(self, value: Tensor) -> Tensor:
-        """Write or add a finished value."""
-        if self.out is None:
-            return value.to(self.dtype)
-        return self.out.add_(value) if self.add else self.out.copy_(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertTensor:
     """All experts' weights (or biases) of one linear: the Parameter objects themselves."""
@@ -170,10 +149,8 @@ class ExpertTensor:
 
     @property
     def coding(self) -> Coding:
-        """How the rows that meet these weights are coded (None: they are not), and whether they are
-        in the weights' gradient."""
         first = self.parameters[0]
-        return first.quantised.coding if isinstance(first, QuantisedParameter) else (None, False)
+        return first.quantised.coding if isinstance(first, QuantisedParameter) else (False, False)
 
     @property
     def keeps_codes(self) -> bool:
@@ -329,61 +306,6 @@ class QuantisedParameter:
 
     quantised: Any
     codes_in_gradient = False  # whether its gradient is a product of codes
-
-
-@dataclass(frozen=True)
-class CodedRows:
-    """Base class of rows that are sorted by expert and stored as codes, with one scale each."""
-
-    codes: Tensor  # uint8 [rows, columns]
-    scales: Tensor  # fp32 [rows]
-    dtype: torch.dtype = torch.bfloat16  # of products
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    @classmethod
-    def of(cls, x: Tensor) -> Self:
-        raise NotImplementedError
-
-    @classmethod
-    def activated(cls, z: Tensor, p: Tensor, form: Form) -> Self:
-        """``act(z)·p``."""
-        raise NotImplementedError
-
-    @classmethod
-    def activation_backward(
-        cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
-    ) -> tuple[Self, Self, Tensor]:
-        """``dz``, ``h`` again and ``dp``."""
-        raise NotImplementedError
-
-    def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
-        """``dyᵀ·x`` [experts, out, in] of each expert's rows, where this is dy."""
-        raise NotImplementedError
-
-
-class ExpertCodes:
-    """Base class of experts' weights that are multiplied by without being decoded."""
-
-    shape: torch.Size  # of the weights: [experts, out, in]
-    rows: type[CodedRows]  # how the other side of products is stored
-
-    def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
-        """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""
-        raise NotImplementedError
-
-
-Coding = tuple[type[CodedRows] | None, bool]
-
-
-def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:
-    """The tensors of rows, as a node saves them; see :func:`rows_of`."""
-    return (rows.codes, rows.scales) if isinstance(rows, CodedRows) else (rows, None)
-
-
-def rows_of(kept: Tensor, scales: Tensor | None, coding: Coding) -> Any:
-    return kept if scales is None or coding[0] is None else coding[0](kept, scales)
 
 
 def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
-from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings

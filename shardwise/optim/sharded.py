@@ -25,8 +25,8 @@ from torch import Tensor
 from shardwise.agreement import raise_together
 from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
-from shardwise.optim import adamw
-from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim import elementwise
+from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import (
     Clip,
@@ -150,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         somebody dropped them (``optimizer.state.clear()``)."""
         for group in self.param_groups:
             for parameter in group["params"] if group["kind"] == "elementwise" else ():
-                state = self.state[parameter] or adamw.new_state(parameter, group["fused"])
+                state = self.state[parameter] or elementwise.new_state(parameter, group["fused"])
                 self.state[parameter] = {k: moved_state(parameter, v) for k, v in state.items()}
         for matrices in self._matrix_groups or ():
             for one in matrices.members:
@@ -251,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # (the parameters that a part may write, the iterator that runs it), in order; parts of
         # matrix groups side by side
         parts: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
-            (group["params"], _once(adamw.step, group, self.state, clip))
+            (group["params"], _once(elementwise.step, group, self.state, clip))
             for group in self.param_groups
             if group["kind"] == "elementwise"
         ]

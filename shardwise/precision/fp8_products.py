@@ -11,7 +11,7 @@ Decoding to bf16 is exact, so its products are those of a bf16 GEMM with fp32 ac
 exactly the values that the codes stand for.
 
 ``Native`` multiplies MXFP8 by MXFP8 (compute capability 10.0 and later). The activations must be
-MXFP8 too, so they are rounded: the numbers are those of ``Emulated(activations=through_mxfp8)``.
+MXFP8 too, so they are rounded: the numbers are those of ``Emulated`` with rounded activations.
 ``Native`` is used only where ``Precision(weights="mxfp8", products="native")`` asks for it, and is
 refused where the hardware lacks it. It is written against ``torch.nn.functional.scaled_mm`` and has
 **never run on such hardware**: the H200 has none. CPU tests check which operands, scales and
@@ -20,7 +20,6 @@ layouts reach ``scaled_mm``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,41 +68,21 @@ class Workspace:
             self._memory[key] = held = counted(fresh, "workspace")
         return held[: shape.numel()].view(shape)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory.values())
-
-    def release(self) -> None:
-        self._memory.clear()
-
-
-def unchanged(activations: Tensor) -> Tensor:
-    return activations
-
-
-def through_mxfp8(activations: Tensor) -> Tensor:
-    """[tokens, features] rounded as a native MX product rounds them: blocks of 32 features."""
-    return decode(_encode_rows(activations), dtype=activations.dtype)[: len(activations)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
     """Decode, then an ordinary product in the activations' dtype, summed in fp32.
 
-    Args:
-        workspace: kept memory to decode into; None: each product allocates its own.
-        activations: function applied to x and dy before they are multiplied. ``through_mxfp8``
-            gives the numbers of hardware that multiplies MXFP8 by MXFP8.
+    ``workspace``: kept memory to decode into; None: each product allocates its own.
     """
 
     workspace: Workspace | None = None
-    activations: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, x: Tensor, plane: Plane, bias: Tensor | None) -> Tensor:
-        return F.linear(self.activations(x), self._weight(plane, x.dtype), bias)
+        return F.linear(x, self._weight(plane, x.dtype), bias)
 
     def backward(self, grad: Tensor, plane: Plane) -> Tensor:
-        return torch.mm(self.activations(grad), self._weight(plane, grad.dtype))
+        return torch.mm(grad, self._weight(plane, grad.dtype))
 
     def _weight(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         codes = plane.codes

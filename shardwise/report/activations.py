@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory import Ledger
 from shardwise.moe.activation import Form
+from shardwise.moe.coded import Into, parts_of
 from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.moe.products import LoopProducts, Rows, Weight
-from shardwise.moe.weights import Into, parts_of
 
 BLOCK = 512  # bytes that CUDA's allocator rounds to
 WORKSPACE = 2 * (32 << 20)  # of cuBLAS: one for the thread of forward, one for that of backward

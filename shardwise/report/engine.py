@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.memory import Ledger
-from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings

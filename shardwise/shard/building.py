@@ -66,7 +66,8 @@ class Wrapping:
         self.found = find_parameters(self.roots, ignored or set())
         self.buffers = own_buffers(self.roots)
         self.held = held_by(self.found, self.buffers)
-        warn_of_views(self.found, own_buffers(self.roots, attributes=True), mesh)
+        if not all(f.local.is_meta for f in self.found):  # else there is nothing to view
+            warn_of_views(self.found, own_buffers(self.roots, attributes=True), mesh)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 

@@ -91,7 +91,7 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
 
 def one_scale_each(item: Item, blocks: Sequence[Block]) -> bool:
     """Whether a weight is a stack of which each matrix has one scale for all its blocks, as grouped
-    products in fp8 ask (``precision/fp8_experts.py``)."""
+    products in fp8 ask (``moe/coded.py``)."""
     return len(item.shape) == 3 and tuple(blocks) == (SQUARE_128,)
 
 

@@ -24,10 +24,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.moe.weights import Coding, QuantisedParameter
+from shardwise.moe.coded import Coding, expert_codes
+from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision import fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
-from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import (
     DECODED,
     Recipe,
@@ -107,17 +107,17 @@ class FP8Weight(FP8Tensor):
     def operand(self, phase: Reads) -> Any:
         """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
-        if self.coding[0] is None:
+        if not self.coding[0]:
             return self.dequantise(phase)
         return expert_codes(self.plane(phase), self.shape, phase)
 
     @property
     def coding(self) -> Coding:
-        """How rows that meet a stack are coded, and whether they are in its gradient."""
+        """Whether rows that meet a stack are coded, and whether they are in its gradient."""
         recipe = self.group.precision.recipe
         if len(self.shape) < 3 or recipe.activations is None:
-            return None, False
-        return Rows, recipe.weight_gradient == "fp8"
+            return False, False
+        return True, recipe.weight_gradient == "fp8"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
@@ -198,12 +198,15 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    input, bias = _decoded(input), _decoded(bias)
     if not isinstance(weight, FP8Parameter) or weight.recipe is None:
-        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
+        return F.linear(input, _decoded(weight), bias)
+    if torch.compiler.is_dynamo_compiling():
+        return traced_linear(input, weight, bias, weight.recipe, weight.place)
     return fp8_linear(
-        _decoded(input),
+        input,
         weight.quantised,
-        _decoded(bias),
+        bias,
         parameter=weight if weight.requires_grad else None,
         matmul=weight.quantised.matmul,
         recipe=weight.recipe,
@@ -214,18 +217,12 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """A function as torch.compile sees it; no trace comes to the planes themselves."""
     with torch._C.DisableTorchFunctionSubclass():
         if func is F.linear:
-            return _traced_linear(*args, **kwargs)
+            return _linear(*args, **kwargs)
         if not _reads_no_values(func):
             if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
                 raise _refused(func, args, kwargs)
             args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _traced_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
-        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
-    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe, weight.place)
 
 
 def _embedding(

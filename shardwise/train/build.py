@@ -21,7 +21,7 @@ from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
-from shardwise.optim.adamw import adamw
+from shardwise.optim.elementwise import adamw
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.muon import MuonSettings, muon

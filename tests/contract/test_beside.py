@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim import adamw
+from shardwise.optim import elementwise
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.shard.module import unit_of
 from tests.contract.helpers import WORDS, Net
@@ -55,7 +55,7 @@ def use_kernel(patch: pytest.MonkeyPatch) -> None:
             if beside is not None:
                 beside.data.copy_(weight)
 
-    patch.setattr(adamw, "_kernel_fits", lambda *pieces: True)
+    patch.setattr(elementwise, "_kernel_fits", lambda *pieces: True)
     patch.setattr("shardwise.kernels.adamw.step", step)
     clip = torch.tensor([1.0, 0.0])
     patch.setattr(ShardedOptimizer, "_take_clip", lambda self: (clip, True))

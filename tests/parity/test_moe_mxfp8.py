@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
+from shardwise.moe.coded import expert_codes
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, encode
-from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.ranks import run_ranks
 
@@ -50,7 +50,7 @@ class CodesAtUse(ExpertTensor):
 
     @property
     def coding(self) -> Any:
-        return (Rows, True) if self.grouped and self.parameters[0].dim() == 3 else (None, False)
+        return (True, True) if self.grouped and self.parameters[0].dim() == 3 else (False, False)
 
 
 AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": CodesAtUse}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.memory import Ledger
 from shardwise.moe.activation import Form, swiglu
-from shardwise.moe.weights import Into
+from shardwise.moe.coded import CodedRows, Into, expert_codes
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -28,7 +28,6 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
-from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.report.activations import Follower
@@ -171,7 +170,7 @@ def test_what_is_lost_is_counted() -> None:
     fp8_block.quantise(x.bfloat16(), True, 0, "exact")  # not inside
     found = tally.figures()
     with fp8_block.tallied() as experts:
-        Rows.of(x.bfloat16())
+        CodedRows.of(x.bfloat16())
     assert experts.figures() == {"values": x.numel(), "underflows": 64, "undefined": 128}
     assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
     # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,
@@ -254,19 +253,21 @@ def test_the_gradient_of_experts_is_a_product_of_codes() -> None:
     dy[3], x[95] = 0.0, x[95] * 2.0**-40
     sides = list(zip(rounded(dy).split(sizes), rounded(x).split(sizes), strict=True))
     expected = torch.stack([left.T @ right for left, right in sides])
-    found = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32))
+    found = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=3e-3)
     pairs = zip(dy.float().split(sizes), x.float().split(sizes), strict=True)
     exact = torch.stack([left.T @ right for left, right in pairs])
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.06, "rounded, and not too much"
     assert not found[1].any(), "no rows"
     kept = torch.full_like(found, 2.0)
-    added = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32, kept, True))
+    added = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32, kept, True))
     assert added is kept and torch.equal(kept, found + 2.0)
-    nothing = Rows.of(dy[:0]).weight_gradient(Rows.of(x[:0]), ends * 0, Into(torch.bfloat16))
+    nothing = CodedRows.of(dy[:0]).weight_gradient(
+        CodedRows.of(x[:0]), ends * 0, Into(torch.bfloat16)
+    )
     assert nothing.shape == found.shape and not nothing.any()
     x[96, 3] = float("nan")
-    broken = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32))
+    broken = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32))
     assert broken[3].isnan().any() and torch.equal(broken[:3], found[:3])
 
 
@@ -284,12 +285,14 @@ def test_a_plan_counts_what_kernels_turn() -> None:
         return follower.peak
 
     room = rows + experts * 128  # an expert's rows fill up a block
-    turned = peak(lambda: Rows.of(dy).weight_gradient(Rows.of(z), ends, Into(torch.float32)))
+    turned = peak(
+        lambda: CodedRows.of(dy).weight_gradient(CodedRows.of(z), ends, Into(torch.float32))
+    )
     codes, sums = rows * (deep + 2 * out + 8), 4 * experts * deep * 2 * out
     assert turned == codes + sums + room * (deep + 2 * out)
     h = torch.empty(rows, out, device="meta", dtype=torch.bfloat16)
-    assert peak(lambda: Rows.activated(z, p, form)) == rows * (out + 4)
-    assert peak(lambda: Rows.activation_backward(h, z, p, form)) == rows * (3 * out + 12)
+    assert peak(lambda: CodedRows.activated(z, p, form)) == rows * (out + 4)
+    assert peak(lambda: CodedRows.activation_backward(h, z, p, form)) == rows * (3 * out + 12)
     codes, scales, *_ = fp8_block.quantise(dy, True, 0, "exact")
     meta = {"device": "meta", "dtype": torch.uint8}
     plane = Plane(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.moe.activation import Activation, Form, clamped_quick_geglu, squared_relu, swiglu
+from shardwise.moe.coded import CodedRows
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import SQUARE_128, Rounding, decode_reference, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
-from shardwise.precision.fp8_experts import Rows
 from tests.interpreter import INSIDE, inside, loops
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
@@ -161,8 +161,8 @@ def test_activations_write_the_codes_of_their_rows(
     p = torch.rand(37, generator=generator)
     z[7], z[11, 5], dh[9] = 0.0, float("nan"), 0.0
     found_dz, again, dp = grouped_codes.backward(dh, z, p, **form.numbers)
-    h = Rows.activated(z, p, form)
-    dz, h_again, expected_dp = Rows.activation_backward(dh, z, p, form)
+    h = CodedRows.activated(z, p, form)
+    dz, h_again, expected_dp = CodedRows.activation_backward(dh, z, p, form)
     torch.testing.assert_close(dp, expected_dp, rtol=1e-4, atol=1e-5, equal_nan=True)
     for (codes, scales), expected in (
         (grouped_codes.forward(z, p, **form.numbers), h),
@@ -182,7 +182,7 @@ def test_rows_are_turned_into_blocks_of_one_expert() -> None:
     sizes = (5, 0, 130, 128, 1)
     ends = torch.tensor(sizes).cumsum(0).int()
     x = values(sum(sizes), 320, torch.bfloat16)
-    left, right = Rows.of(x[:, :192]), Rows.of(x)
+    left, right = CodedRows.of(x[:, :192]), CodedRows.of(x)
     folded = grouped_codes.Folded((left.codes, left.scales), (right.codes, right.scales), ends)
     assert folded.first.tolist() == [0, 1, 1, 3, 4, 5]
     both = left.scales * right.scales

@@ -21,9 +21,9 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 if INSIDE:
     from shardwise.kernels import grouped, grouped_activation, grouped_fc1, grouped_weight
     from shardwise.moe.activation import Form, activate, clamped_quick_geglu, squared_relu, swiglu
+    from shardwise.moe.coded import Into
     from shardwise.moe.grouped_mlp import GroupedMLP
     from shardwise.moe.products import FusedProducts, LoopProducts
-    from shardwise.moe.weights import Into
     from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
 
     ACTIVATIONS = {

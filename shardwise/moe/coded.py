@@ -17,7 +17,7 @@ same numbers but for that sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from torch import Tensor
 from shardwise.kernels.grouped import max_blocks
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form
-from shardwise.moe.products import aligned
-from shardwise.moe.weights import CodedRows, ExpertCodes, Into
 from shardwise.precision.fp8 import WIDE, Plane, decode_reference, encode_reference, uses_kernels
 from shardwise.precision.fp8_block import counts, note, scaled_problem
 from shardwise.precision.fp8_tensor import Reads
@@ -35,7 +33,44 @@ SMALLEST = 2.0**-126  # the least scale of an expert's sum over rows
 
 
 @dataclass(frozen=True)
-class Rows(CodedRows):
+class Into:
+    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
+
+    dtype: torch.dtype
+    out: Tensor | None = None
+    add: bool = False
+
+    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
+        if self.out is not None:
+            return self.out
+        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Write or add a finished value."""
+        if self.out is None:
+            return value.to(self.dtype)
+        return self.out.add_(value) if self.add else self.out.copy_(value)
+
+
+def aligned(value: Tensor | None) -> bool:
+    """Whether the copy engine can address ``value``: experts start at 16-byte boundaries."""
+    if value is None:
+        return True
+    return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows that are sorted by expert and stored as codes, with one scale each."""
+
+    codes: Tensor  # uint8 [rows, columns]
+    scales: Tensor  # fp32 [rows]
+    dtype: torch.dtype = torch.bfloat16  # of products
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
     @classmethod
     def of(cls, x: Tensor) -> Self:
         return cls(*quantise_rows(x), x.dtype)
@@ -48,6 +83,7 @@ class Rows(CodedRows):
 
     @classmethod
     def activated(cls, z: Tensor, p: Tensor, form: Form) -> Self:
+        """``act(z)·p``."""
         if z.is_meta:
             return cls._planned(z[:, : z.shape[1] // form.activation.inputs_per_output])
         if not _by_kernel(z):
@@ -62,6 +98,7 @@ class Rows(CodedRows):
     def activation_backward(
         cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Self, Self, Tensor]:
+        """``dz``, ``h`` again and ``dp``."""
         if z.is_meta:
             return cls._planned(z), cls._planned(dh), z.new_empty(len(z), dtype=torch.float32)
         if not _by_kernel(z):
@@ -76,6 +113,7 @@ class Rows(CodedRows):
         return cls(*coded, z.dtype), cls(*again, z.dtype), dp
 
     def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows, where this is dy."""
         out = into.memory(self.codes, x.codes, ends)
         if out.is_meta:  # a plan; kernels read turned codes of both sides
             room = WIDE * max_blocks(len(self), len(ends), WIDE)
@@ -123,18 +161,17 @@ def _by_kernel(z: Tensor) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockExperts(ExpertCodes):
-    """All experts' weights as the right side of grouped products."""
+class ExpertCodes:
+    """All experts' weights as the right side of grouped products, without being decoded."""
 
-    shape: torch.Size
+    shape: torch.Size  # of the weights: [experts, out, in]
     codes: Tensor  # uint8 [experts, n, k]; k is summed over
     scales: Tensor  # fp32 [experts]
-    rows: type[CodedRows] = Rows
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x · codesᵀ`` [rows, n] of x [rows, k], in its dtype."""
         if isinstance(x, Tensor):
-            x = self.rows.of(x)
+            x = CodedRows.of(x)
         codes, scales = x.codes, x.scales
         if codes.is_meta or not len(codes):
             return codes.new_empty(len(codes), self.codes.shape[1], dtype=x.dtype)
@@ -151,7 +188,7 @@ class BlockExperts(ExpertCodes):
         return torch.cat(parts).to(x.dtype)
 
 
-def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> BlockExperts:
+def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> ExpertCodes:
     """The weights of a plane of a stack [experts, out, in], as the product of ``phase`` reads
     them."""
     experts, rows, columns = shape
@@ -163,7 +200,7 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> BlockExperts:
         codes, _ = fp8_block.turn(codes, scales)
     elif phase == "backward":
         codes = codes.transpose(-2, -1).contiguous()
-    return BlockExperts(shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous())
+    return ExpertCodes(shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous())
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,3 +217,16 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         scales = each.view(-1)
     note(x, codes)
     return codes, scales
+
+
+# Whether the rows that meet some weights are coded, and whether they are so in their gradient too.
+Coding = tuple[bool, bool]
+
+
+def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:
+    """The tensors of rows, as a node saves them; see :func:`rows_of`."""
+    return (rows.codes, rows.scales) if isinstance(rows, CodedRows) else (rows, None)
+
+
+def rows_of(kept: Tensor, scales: Tensor | None) -> Any:
+    return kept if scales is None else CodedRows(kept, scales)
