@@ -135,7 +135,10 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
     """Milliseconds of a step in which the host issues it (from an idle device; where the queue of
-    launches is full, the host waits), in which any kernel runs, and the kernels that take most."""
+    launches is full, the host waits), in which any kernel runs, and the kernels that take most.
+
+    Kernels are those of ``count`` steps that follow another one: a running device, no empty queue.
+    """
     hosts = []
     for _ in range(count):
         torch.cuda.synchronize()
@@ -146,10 +149,11 @@ def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
     ) as profiler:
-        for _ in range(count):
+        for _ in range(1 + count):
             step()
         torch.cuda.synchronize()
-    events = kernels_of(profiler)
+    events = sorted(kernels_of(profiler))
+    events = events[len(events) // (1 + count) :]
     totals: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for begin, end, name in events:
@@ -234,7 +238,7 @@ def step_tables(
         note=f"{shapes}; vocab 32768 untied.\nzero(3), 1 rank, fp32 main weights and grads, reduce "
         f"fp32, blocks and loss compiled. A fresh\nprocess for each model and precision, "
         f"{WARMUPS} + {STEPS} steps. host: to issue a step to an idle\ndevice; busy: any kernel "
-        f"runs; idle: of 3 steps with the profiler on.\n" + "\n".join([*failed, peers()]),
+        f"runs; idle: of 3 steps in a row with the profiler on.\n" + "\n".join([*failed, peers()]),
         columns=columns
         | {
             "step": ("step ms", ".1f"),

@@ -148,7 +148,7 @@ def measure(case: Case) -> dict[str, Any]:
         "seconds": seconds,
         "first_step": first,
         "peak": peak,
-        "idle": 100 - use["busy"] / seconds / 10 if use else None,
+        "idle": use.get("idle"),
         "kernels": use.get("kernels"),
         "loss": float(loss),
         "graphs": counters["stats"]["unique_graphs"],
@@ -329,7 +329,7 @@ def table_of(rows: Sequence[report.Row]) -> report.Table:
         "and backward alone. *trainer /*: the trainer's tokens per second over this system's, and\n"
         "its peak over this system's; over *bare*'s, those of its forward and backward.\n"
         "*graphs / breaks*: of torch.compile, in the whole run. *idle*: of a step, the time in\n"
-        "which no kernel runs, by the time of kernels in 3 steps with the profiler on.",
+        "which no kernel runs, in 3 steps in a row with the profiler on.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
