@@ -2,10 +2,12 @@
 """Imported by the process that ranks are forked from: what they need, 5 s of CPU less for each.
 
 Its objects are never collected, so a collection in a rank does not touch, and thereby copy, their
-memory. Inductor is imported without GPUs alone: it begins CUDA, which no fork can do again.
+memory. Inductor is imported without GPUs alone: it begins CUDA, which no fork can do again. (So
+does ``torch.cuda.is_available()``.)
 """
 
 import gc
+from glob import glob
 
 gc.disable()  # collections while half a million objects come: a seventh of the time
 
@@ -16,9 +18,10 @@ import torch.distributed.run
 
 import shardwise.api
 import shardwise.train.session  # noqa: F401
+from shardwise.train.world import GPUS
 from tests.products import keep_one_product
 
-if not torch.cuda.is_available():
+if not glob(GPUS):
     import torch._inductor.compile_fx
 
 keep_one_product()
