@@ -22,7 +22,7 @@ from shardwise.train.world import GPUS
 from tests.products import keep_one_product
 
 if not glob(GPUS):
-    import torch._inductor.compile_fx
+    import torch._inductor.compile_fx  # noqa: F401
 
 keep_one_product()
 gc.collect()
