@@ -153,7 +153,13 @@ def open_model(path: str | Path) -> tuple[nn.Module, Codec | None]:
         raise ValueError(f"{path}: there is no such run, checkpoint or exported folder")
     if (place / _SINGLE).is_file() or (place / _INDEX).is_file():
         folder = HubFolder(place)
-        model: nn.Module = GPT(folder.config)
+        try:
+            model: nn.Module = GPT(folder.config)
+        except ValueError:  # no GPT: transformers builds it, with the whole of its context
+            own = TrainConfig(
+                module=f"{HF}{place}", init_from=str(place), model=GPTConfig(context=1 << 20)
+            )
+            return make_model(begin_from(own, {})), saved_codec(place)
         for state in parameters_from_hf(folder, folder.config):
             load_full_state_dict(model, state, strict=False)
         return model, saved_codec(place)

@@ -442,5 +442,8 @@ def test_any_causal_language_model_of_transformers_is_trained(how: str, tmp_path
         torch.testing.assert_close(ours.eval()(tokens), back(tokens).logits, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(theirs(tokens).logits, back(tokens).logits, atol=1e-3)
     assert codec is not None and codec.name == "bytes"
-    words = inside("generate", "run", "--prompt", "the", "--tokens", "4", cwd=tmp_path)
-    assert words.returncode == 0 and words.stdout.startswith("the"), words.stderr
+    asked = ("--prompt", "the", "--tokens", "4", "--temperature", "0")
+    said = [inside("generate", name, *asked, cwd=tmp_path) for name in ("run", "out")]
+    assert said[0].returncode == 0 and said[0].stdout.startswith("the"), said[0].stderr
+    assert said[1].stdout == said[0].stdout, said[1].stderr
+    assert open_model(tmp_path / "out")[0].context == 64
