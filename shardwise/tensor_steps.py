@@ -196,14 +196,14 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """The numbers that an optimizer steps with, in words, by the mesh of the parameters: shards of
+    """The numbers and words that an optimizer steps with, by the mesh of the parameters: shards of
     one weight must take one step. A rank may have groups for parameters that it alone holds."""
     found: dict[Any, list[str]] = {}
     for group in optimizer.param_groups:
         numbers = [
             f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
             for name, value in group.items()
-            if isinstance(value, bool | int | float)
+            if isinstance(value, bool | int | float | str)
             or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
             or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
         ]

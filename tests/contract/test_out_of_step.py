@@ -311,6 +311,7 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
             "betas=(0.9, 0.7",
         ),
         (lambda: clipped(net, 0.1 + rank), "max_norm=1.1"),
+        (lambda: decaying(net, ("plain", "cautious")[rank]), "decay=cautious"),
     ]
     for build, expected in settings:
         vector_loss(net, rank).backward()
@@ -337,6 +338,13 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
 def clipped(net: nn.Module, max_norm: float) -> Any:
     optimizer = sw.optimizer(net, matrix=None, elementwise=sw.adamw(lr=0.1))
     optimizer.clip_grad_norm(max_norm)
+    return optimizer
+
+
+def decaying(net: nn.Module, how: str) -> Any:
+    settings = sw.muon(lr=0.1, weight_decay=0.1)
+    optimizer = sw.optimizer(net, matrix=settings, elementwise=sw.adamw())
+    optimizer.param_groups[0]["decay"] = how
     return optimizer
 
 
