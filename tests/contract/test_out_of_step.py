@@ -24,6 +24,7 @@ from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
     assert_gradients_equal,
+    assert_parameters_equal,
     pair,
     raised,
     ranks_for,
@@ -333,6 +334,38 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
     assert "rank 1 ran 0 of them, nothing last" in message, message
     shutil.rmtree(shared[0], ignore_errors=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2, fresh=True)
+def test_a_closure_that_decides_returns_one_loss(rank: int, world_size: int, strategy: str) -> None:
+    """LBFGS searches along a line by the loss: ranks with losses of their own would go apart."""
+    net, plain = pair(lambda: Skipping())
+    net = wrap(net, world_size, strategy)
+    ours, theirs = (
+        torch.optim.LBFGS(one.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        for one in (net, plain)
+    )
+
+    def closure(shared: bool) -> Tensor:
+        ours.zero_grad()
+        loss = vector_loss(net, rank)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / world_size if shared else loss
+
+    def alone() -> Tensor:
+        theirs.zero_grad()
+        loss = sum(vector_loss(plain, one) for one in range(world_size)) / world_size
+        loss.backward()
+        return loss
+
+    ours.step(lambda: closure(True))
+    theirs.step(alone)
+    assert_parameters_equal(net, plain, 1e-4)
+    message = raised(lambda: ours.step(lambda: closure(False)), RuntimeError)
+    assert "returned" in message and "return the mean over all ranks" in message
 
 
 def clipped(net: nn.Module, max_norm: float) -> Any:
