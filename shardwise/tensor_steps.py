@@ -3,7 +3,7 @@
 
     before a step   states that torch loaded get our pieces; other libraries' Muon is refused;
                     gradients are checked, and the step is noted for the ranks to compare; gathers
-                    that read the weights end
+                    that read the weights end; closures that decide return one loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
     zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
                     to be computed; that of modules alike
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
@@ -38,6 +39,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
+from shardwise import comm
+from shardwise.agreement import differ
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
@@ -118,9 +121,10 @@ def _in_chunks(cut: Cut) -> bool:
 
 
 @uncompiled
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Gathers that still read main weights end before any optimizer writes those. A closure brings
-    gradients later, so nothing is said of them then."""
+    gradients later, so nothing is said of them then. Returns other arguments of the step, where a
+    closure decides over it."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
     _take_over_states(optimizer)
@@ -130,6 +134,30 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for version in _versions_of(optimizer):
         version.before_step()
         version.await_readers()
+    if closure is not None and optimizer.param_groups[0].get("line_search_fn") is not None:
+        return (args[0], _compared(closure, _ours(optimizer))), {}
+    return None
+
+
+def _compared(closure: Callable[[], Any], parameters: list[ShardedTensor]) -> Callable[[], Any]:
+    """A closure whose loss must be the same on all ranks: it decides how far LBFGS goes."""
+    meshes = {id(p.cut.full_mesh): p.cut.full_mesh for p in parameters}
+
+    def compared() -> Any:
+        loss = closure()
+        value, apart = zlib.crc32(repr(float(loss)).encode()), False
+        for axis in (axis for mesh in meshes.values() for axis in Ranks(mesh).axes):
+            apart = differ(value, axis) or apart
+            apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
+        if apart:
+            raise RuntimeError(
+                f"LBFGS.step(closure): the closure returned {float(loss)} here and another loss on "
+                f"other ranks, which would take other steps: return the mean over all ranks "
+                f"(loss = loss.detach(); torch.distributed.all_reduce(loss); loss / world_size)"
+            )
+        return loss
+
+    return compared
 
 
 @functools.cache
@@ -196,14 +224,14 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """The numbers that an optimizer steps with, in words, by the mesh of the parameters: shards of
+    """The numbers and words that an optimizer steps with, by the mesh of the parameters: shards of
     one weight must take one step. A rank may have groups for parameters that it alone holds."""
     found: dict[Any, list[str]] = {}
     for group in optimizer.param_groups:
         numbers = [
             f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
             for name, value in group.items()
-            if isinstance(value, bool | int | float)
+            if isinstance(value, bool | int | float | str)
             or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
             or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
         ]

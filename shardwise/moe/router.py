@@ -127,8 +127,9 @@ _TINY = torch.finfo(torch.float32).tiny  # avoids 0 / 0, and changes no other sc
 class Router(nn.Module):
     """Scores experts for each token and chooses. The weight may be bf16; logits are fp32.
 
-    Choices are counted once, in training: not in a recomputation, and not without gradients. The
-    first forward of a reentrant checkpoint has none (``use_reentrant=False`` is counted).
+    Choices are counted once, in training: not in a recomputation, and not without gradients. A
+    reentrant checkpoint has none in its first forward: its recomputation is counted (not in graphs
+    of torch.compile).
     """
 
     expert_bias: Tensor
@@ -209,10 +210,11 @@ class Router(nn.Module):
             weights = weights * kept
             counts = wanted.clamp_max(capacity)
             dropped = (wanted - counts).sum()
+        late = self.training and not torch.compiler.is_compiling() and self._counts_late()
         if self.training and torch.is_grad_enabled():
-            self.load += _first_time(wanted)
+            self.load += wanted if late else _first_time(wanted)
             if capacity is not None:
-                self.dropped += _first_time(dropped)
+                self.dropped += dropped if late else _first_time(dropped)
         return Routes(
             experts=chosen,
             weights=weights,
@@ -222,6 +224,16 @@ class Router(nn.Module):
             loss=losses(logits, scores, chosen, self._total(wanted, logits), routing, length),
             capacity=capacity,
         )
+
+    def _counts_late(self) -> bool:
+        """Whether this is the recomputation of a forward without gradients, that of a reentrant
+        checkpoint."""
+        if not torch.is_grad_enabled():
+            self._without_gradients += 1
+            return False
+        late = self._without_gradients > 0 and _recomputing()
+        self._without_gradients -= late
+        return late
 
     def _total(self, wanted: Tensor, logits: Tensor) -> Tensor:
         """The choices of each expert [experts] on all ranks that have tokens of the batch."""
@@ -260,6 +272,7 @@ class Router(nn.Module):
 
     def forget_load(self) -> None:
         """Reset the counts."""
+        self._without_gradients = 0  # forwards in training that were not counted
         self.load.zero_()
         self.dropped.zero_()
 
@@ -281,8 +294,12 @@ def _sum_over(counts: Tensor, axis: str) -> Tensor:
 @operator("first_time(Tensor counts) -> Tensor", torch.empty_like)
 def _first_time(counts: Tensor) -> Tensor:
     """``counts``; zeros where a forward runs inside a backward, so that they have been counted."""
-    recomputing = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-    return torch.zeros_like(counts) if recomputing else counts.clone()
+    return torch.zeros_like(counts) if _recomputing() else counts.clone()
+
+
+def _recomputing() -> bool:
+    """Whether this runs inside a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
 
 
 def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:

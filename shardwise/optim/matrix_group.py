@@ -52,6 +52,11 @@ _ALIKE = (
 )  # settings of parameters that one exchange works on
 
 
+def planned_settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings of a parameter group that the plan of its exchange depends on."""
+    return (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _ALIKE))
+
+
 def kernels_everywhere(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
     """Whether every rank of the axes has kernels, so that all price matrices as measured.
 
@@ -382,8 +387,7 @@ def matrix_groups(
     """
     found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
     for one in members:
-        sharding, group = sharding_of(one.parameter), one.group
-        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _ALIKE))
+        sharding, alike = sharding_of(one.parameter), planned_settings(one.group)
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
     return [

@@ -36,9 +36,14 @@ from shardwise.optim.gradients import (
     measure_clip,
     moved_state,
 )
-from shardwise.optim.matrix_function import FunctionSettings
-from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
-from shardwise.optim.muon import MuonSettings, convert_momentum
+from shardwise.optim.matrix_function import FunctionSettings, function_of
+from shardwise.optim.matrix_group import (
+    MatrixGroup,
+    MatrixParameter,
+    matrix_groups,
+    planned_settings,
+)
+from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded, route_problems
 from shardwise.optim.storage import (
     axes_of,
@@ -85,7 +90,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
         self.last_norms: list[tuple[str, Tensor]] = []
         super().__init__(groups, defaults or {})
-        self._warn_of_narrow_weights()
         self._plan()
 
     # ------------------------------------------------------------------ construction
@@ -100,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
         group = filled | param_group
         if self._matrix_groups is not None:  # the constructor's groups were checked together
-            group = self._checked(group)
+            group = self._checked(group, known)
         super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"] if kind == "elementwise" else ():
@@ -110,17 +114,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._matrix_groups is not None:
             self._plan()
 
-    def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group to add, with all its settings; raises before the optimizer is changed."""
+    def _checked(self, group: dict[str, Any], alike: Iterable[str]) -> dict[str, Any]:
+        """A group to add, with all its settings; raises before the optimizer is changed.
+        ``alike``: names that other groups of its kind have, those of schedulers too."""
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         kind, problems = group["kind"], []
-        known = {entry.name for entry in fields(SETTINGS[kind])}
-        own = {key: value for key, value in group.items() if key in known}
+        own = own_settings(group)
         try:
             group = group_of(SETTINGS[kind](**own), params) | group
         except ValueError as error:
             problems.append(str(error))
+        options = function_of(group).options if kind == "function" else {}
+        known = {"params", "kind", "name", "initial_lr", *own, *options, *alike}
+        if unknown := [key for key in group if key not in known]:
+            problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
         recall_routes()
         found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
         whole = kind != "elementwise"
@@ -133,6 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _plan(self) -> None:
         """Assign owners, and store momenta accordingly (collective where parameters are
         sharded)."""
+        self._warn_of_narrow_weights()
         members = [
             MatrixParameter(self._name(parameter), parameter, as_matrix(parameter, ""), group)
             for group in self.param_groups
@@ -140,10 +149,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         ]
         self._matrix_groups = matrix_groups(members, group_class)
+        self._planned = self._planned_settings()
         self._make_states()
         every = [p for group in self.param_groups for p in group["params"]]
         self._divisions = [(p, division_of(p)) for p in every]
         self._gradients = OptimizerGradients(every, self._name)
+
+    def _planned_settings(self) -> list[tuple[Any, ...]]:
+        return [planned_settings(one) for one in self.param_groups if one["kind"] != "elementwise"]
 
     def _make_states(self) -> None:
         """The states of every parameter where they belong; new ones where it has none, also since
@@ -204,12 +217,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members = [one for matrices in self._matrix_groups or () for one in matrices.members]
         planned = {id(one.parameter): id(one.group) for one in members}
         groups = [group for group in self.param_groups if group["kind"] != "elementwise"]
-        if {id(p): id(group) for group in groups for p in group["params"]} != planned:
+        found = {id(p): id(group) for group in groups for p in group["params"]}
+        every = {id(p) for group in self.param_groups for p in group["params"]}
+        if found != planned or not every <= set(map(id, self._gradients.parameters)):
             raise RuntimeError(
-                "matrices were added to param_groups, taken out or moved by hand, and this "
+                "parameters were added to param_groups, taken out or moved by hand, and this "
                 "optimizer would step those that it was built for: use add_param_group and "
                 "requires_grad_(False), change the settings of a group, or build it anew"
             )
+        if self._planned_settings() != self._planned:  # somebody changed them, or a load did
+            for group in groups:
+                SETTINGS[group["kind"]](**own_settings(group))  # raises what is wrong
+            self._plan()
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
@@ -306,9 +325,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with _plain_attributes():
             clip = measure_clip(self._gradients, max_norm, norm_type, error_if_nonfinite)
-            if in_step:
-                self._clip = clip
-            else:
+            self._clip = clip if in_step else None  # the last one counts
+            if not in_step:
                 clip.scale(self._gradients)
         self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
         self.clipped = f"max_norm={max_norm} norm_type={norm_type}; "
@@ -367,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The groups stay the same objects, which matrices know: ownership is not planned again.
         loaded, self.param_groups = self.param_groups, mine
         for group, new in zip(mine, loaded, strict=True):
-            own = {key: group[key] for key in ("function", "momentum_form") if key in group}
+            own = {key: group[key] for key in ("function", *MACHINE_SETTINGS) if key in group}
             group.clear()
             group.update(new | own)
         self._make_states()
@@ -407,6 +425,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
     yield step(*args)
+
+
+def own_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group, as the class of its kind takes them."""
+    known = {entry.name for entry in fields(SETTINGS[group["kind"]])}
+    return {key: value for key, value in group.items() if key in known}
 
 
 def group_of(

@@ -7,6 +7,7 @@ Sharding takes a few lines of :func:`build_model`; the model knows nothing of it
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
+from shardwise.notices import warn_once
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_function import FunctionSettings
@@ -36,10 +38,12 @@ from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
-from shardwise.train.own_model import init_lora, make_model
+from shardwise.train.own_model import HF, init_lora, make_model
 from shardwise.train.sampler import Batches, HeldOut, Sampler
 from shardwise.train.sources import load_corpus
 from shardwise.train.world import World
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -195,6 +199,9 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         model.init_weights(config.seed)  # type: ignore[operator]
     if config.lora_rank:
         init_lora(model, config.seed)
+        if config.init_from is None and (config.module or HF).startswith(HF):
+            text = "lora_rank=%d without init_from: all other weights are random, and stay so"
+            warn_once(logger, text, config.lora_rank)
     return model
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.notices import warn_once
 from shardwise.train.tokens import (
     CHUNK,
     DataError,
@@ -35,6 +37,8 @@ from shardwise.train.tokens import (
     dtype_for,
     write_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 END = 256  # the symbol that ends a document
 NUM_SYMBOLS = 257
@@ -402,7 +406,13 @@ def _first(documents: Iterable[bytes]) -> Iterator[bytes]:
 
 def _as_text(document: bytes) -> str:
     """A document as text. Bytes that are not UTF-8 become U+FFFD before lengths are counted."""
-    return document.decode("utf-8", "replace")
+    try:
+        return document.decode()
+    except UnicodeDecodeError as error:
+        text = "text is not UTF-8 (%r): such bytes are lost, each becomes U+FFFD. Convert it first"
+        part = document[max(0, error.start - 16) : error.end + 16]
+        warn_once(logger, text, part, about="not UTF-8")
+        return document.decode("utf-8", "replace")
 
 
 def _piece_bytes(piece: str, byte_level: bool) -> bytes:

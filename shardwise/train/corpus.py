@@ -95,7 +95,7 @@ def files_of(spec: str) -> list[Path]:
         return [path]
     found = [one for one in path.rglob("*") if not _hidden(one, path)] if path.is_dir() else []
     found = found or [Path(one) for one in glob.glob(str(path), recursive=True)]
-    files = sorted(one for one in found if one.is_file())
+    files = sorted({one for one in found if one.is_file()})  # "**/**" finds one more than once
     if not files and not path.is_dir():
         raise DataError(
             f"{spec!r} names no data: there is no such file or directory and the pattern matches "
@@ -103,6 +103,16 @@ def files_of(spec: str) -> list[Path]:
             f"token file, stdlib, stdlib+torch or hf:NAME"
         )
     return files
+
+
+def refuse_twice(sources: Iterable[str], files: Callable[[str], list[Path]] = files_of) -> None:
+    """Raise where several sources name one file: it would be drawn more often than anybody asked
+    for, and one source may train on what another holds out."""
+    first: dict[Path, tuple[int, str]] = {}
+    for named in enumerate(sources):
+        for file in files(named[1]):
+            if (other := first.setdefault(file.resolve(), named)) != named:
+                raise DataError(f"{file} is in {other[1]!r} and in {named[1]!r}: name it once")
 
 
 def file_documents(spec: str) -> list[Document]:
@@ -258,6 +268,21 @@ def hold_out(
         train = [document for document in documents if document.name not in held]
         return train, [document for document in documents if document.name in held]
     return _cut_the_longest(documents, wanted)
+
+
+def warn_of_held_out(name: str, parts: Sequence[tuple[list[Document], list[Document]]]) -> None:
+    """Warn of text that is held out and trained on all the same: copies, under other names."""
+    trained = {one.data for train, _ in parts for one in train}
+    held = [one for _, those in parts for one in those]
+    copies = [one for one in held if one.data in trained]
+    share = sum(len(one.data) for one in copies) / max(1, sum(len(one.data) for one in held))
+    if share > 0.01:  # files of a line or two are alike everywhere
+        warn_once(
+            logger,
+            "%s: %d of %d documents that are held out (%.0f %% of their bytes; %r for one) are "
+            "also trained on, word for word: the held-out loss comes out too low. Remove copies",
+            *(name, len(copies), len(held), 100 * share, copies[0].name),
+        )
 
 
 def _cut_the_longest(

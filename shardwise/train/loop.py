@@ -484,8 +484,7 @@ class Trainer:
             "corpus": {
                 "name": corpus.name,
                 "sha256": corpus.sha256,
-                "text": f"{len(corpus.train) / 1e6:.2f}M tokens, "
-                f"{len(corpus.held_out) / 1e6:.2f}M held out",
+                "text": self.parts.sampler.described(config.steps),
                 "unit": corpus.unit,
                 **references_of(corpus),
             },

@@ -77,6 +77,16 @@ class Sampler:
         """The epoch of the next sample."""
         return self.position // self.num_windows
 
+    def described(self, steps: int) -> str:
+        """The tokens, and how often so many steps draw each: of several sources with weights, of
+        each of them."""
+        corpus = self.corpus
+        text = f"{len(corpus.train) / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out"
+        if corpus.volumes is not None:  # nobody knows how many rows are still to come
+            return text
+        times = steps * self.global_batch * self._parts / PERIOD / self._counts
+        return f"{text}, drawn {' / '.join(f'{one:.2g}' for one in times)} times"
+
     @property
     def batch_size(self) -> int:
         """The number of windows of one step on this rank."""

@@ -41,7 +41,16 @@ from shardwise.train.codecs import (
     require,
     saved_codec,
 )
-from shardwise.train.corpus import Corpus, Document, digest_of, hold_out, read_documents
+from shardwise.train.corpus import (
+    Corpus,
+    Document,
+    digest_of,
+    files_of,
+    hold_out,
+    read_documents,
+    refuse_twice,
+    warn_of_held_out,
+)
 from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,
@@ -106,6 +115,13 @@ def token_files(source: str) -> list[Path]:
     return found if found and all(map(is_token_file, found)) else []
 
 
+def _files_of(source: str) -> list[Path]:
+    """The files that a source names; none where it is no file."""
+    if source in ("stdlib", "stdlib+torch") or source.startswith("hf:"):
+        return []
+    return token_files(source) or files_of(source)
+
+
 def holds_tokens(spec: str) -> bool:
     """Whether the data are token numbers already, which no tokenizer reads."""
     return all(map(token_files, sources_of(spec)))
@@ -151,6 +167,8 @@ def load_corpus(
             f"{spec!r} names both tokens and text: make tokens of {text} with the same tokenizer "
             f"first (shardwise data {text} --out FILE.bin)"
         )
+    if len(sources) > 1:
+        refuse_twice(sources, _files_of)
     if all(kinds.values()):
         return _token_corpus(spec, sources, held_out, tokenizer)
     streamed = [source for source in sources if source.startswith("hf:")]
@@ -163,6 +181,7 @@ def load_corpus(
     documents = {source: read_documents(source) for source in sources}
     sha256 = _mixed_digest({name: digest_of(found) for name, found in documents.items()}, sources)
     parts = [hold_out(found, held_out) for found in documents.values()]
+    warn_of_held_out(spec, parts)
     codec = open_codec(tokenizer)
     if codec is not None and not isinstance(codec, Bytes):
         sha256 = hashlib.sha256(f"{sha256}{digest_of_codec(codec)}".encode()).hexdigest()

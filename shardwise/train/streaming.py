@@ -74,10 +74,14 @@ class Stream:
 
     def volume(self, number: int) -> Tokens:
         """The tokens of a volume; waits until it is written."""
+        whole = int((self.folder / _ENDED).read_text()) if self._has_ended else None
+        if whole is not None and number >= whole:
+            text = "%s has no more rows than for %d volumes: they are drawn again from the first on"
+            warn_once(logger, text, self.spec, whole)
         if number >= self.count and not self.path(number).is_file():
             number %= self.count  # a batch that is prepared and never used
-        if self._has_ended:
-            number %= int((self.folder / _ENDED).read_text())
+        if whole is not None:
+            number %= whole
         if number not in self._mapped:
             began = time.monotonic()
             while not self.path(number).is_file():

@@ -39,7 +39,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.corpus import files_of
+from shardwise.train.corpus import files_of, refuse_twice
 from shardwise.train.tokens import DataError, Tokens, TokenWriter
 
 PIECE = 4 << 20  # bytes of a piece of work
@@ -69,6 +69,7 @@ def work_of(sources: Sequence[str], column: str) -> list[Work]:
             found.append(Work("text", tuple(map(str, texts)), size))
             texts.clear()
 
+    refuse_twice(sources)
     for path in [path for source in sources for path in files_of(source)]:
         size = path.stat().st_size
         name = path.name.lower()

@@ -100,5 +100,8 @@ def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCapture
     assert "15 parameters" in texts[0] and "'blocks.0.up.weight'" in texts[0], texts
     assert "fully_shard" in texts[0] and ".float()" in texts[0] and "'w'" in texts[1]
     caplog.clear()
-    optimizer_of(born(torch.float32))
+    wide = optimizer_of(born(torch.float32))
     assert not caplog.records
+    late = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    wide.add_param_group({"params": [late], "kind": "elementwise"})
+    assert "stored in 16 bits" in caplog.text

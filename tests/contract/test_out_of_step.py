@@ -24,6 +24,7 @@ from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
     assert_gradients_equal,
+    assert_parameters_equal,
     pair,
     raised,
     ranks_for,
@@ -311,6 +312,7 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
             "betas=(0.9, 0.7",
         ),
         (lambda: clipped(net, 0.1 + rank), "max_norm=1.1"),
+        (lambda: decaying(net, ("plain", "cautious")[rank]), "decay=cautious"),
     ]
     for build, expected in settings:
         vector_loss(net, rank).backward()
@@ -334,9 +336,48 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     shutil.rmtree(shared[0], ignore_errors=True)
 
 
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2, fresh=True)
+def test_a_closure_that_decides_returns_one_loss(rank: int, world_size: int, strategy: str) -> None:
+    """LBFGS searches along a line by the loss: ranks with losses of their own would go apart."""
+    net, plain = pair(lambda: Skipping())
+    net = wrap(net, world_size, strategy)
+    ours, theirs = (
+        torch.optim.LBFGS(one.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        for one in (net, plain)
+    )
+
+    def closure(shared: bool) -> Tensor:
+        ours.zero_grad()
+        loss = vector_loss(net, rank)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / world_size if shared else loss
+
+    def alone() -> Tensor:
+        theirs.zero_grad()
+        loss = sum(vector_loss(plain, one) for one in range(world_size)) / world_size
+        loss.backward()
+        return loss
+
+    ours.step(lambda: closure(True))
+    theirs.step(alone)
+    assert_parameters_equal(net, plain, 1e-4)
+    message = raised(lambda: ours.step(lambda: closure(False)), RuntimeError)
+    assert "returned" in message and "return the mean over all ranks" in message
+
+
 def clipped(net: nn.Module, max_norm: float) -> Any:
     optimizer = sw.optimizer(net, matrix=None, elementwise=sw.adamw(lr=0.1))
     optimizer.clip_grad_norm(max_norm)
+    return optimizer
+
+
+def decaying(net: nn.Module, how: str) -> Any:
+    settings = sw.muon(lr=0.1, weight_decay=0.1)
+    optimizer = sw.optimizer(net, matrix=settings, elementwise=sw.adamw())
+    optimizer.param_groups[0]["decay"] = how
     return optimizer
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -196,6 +198,9 @@ def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
     assert model.training, "dropout is on before the first evaluation, too"
     torch.manual_seed(0)  # a document may end at once
     assert codec is not None and len(text_after(model, codec, "a", 5)) >= 1
+    for module, told in ((name, False), (None, True)):
+        said = run_ranks(warnings_of, 1, str(tmp_path), module, lora_rank)[0]
+        assert ("all other weights are random" in said) is (told and lora_rank > 0)
     wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}
     said = run_ranks(refuse, 2, str(tmp_path / "b"), None, wrong)
     assert all("returned a int; it must return a torch.nn.Module" in text for text in said)
@@ -216,6 +221,16 @@ def values_at_rest(
     data = f"{folder}/text.txt"
     changes = {"module": module, "lora_rank": lora_rank, "data": data}
     return full_state_dict(make_trainer(rank, world_size, f"{folder}/rest", **changes).parts.model)
+
+
+def warnings_of(rank: int, world_size: int, folder: str, module: str | None, lora_rank: int) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("shardwise").addHandler(handler)
+    changes = {"module": module, "lora_rank": lora_rank, "data": f"{folder}/text.txt"}
+    make_trainer(rank, world_size, f"{folder}/told", **changes)
+    logging.getLogger("shardwise").removeHandler(handler)
+    return stream.getvalue()
 
 
 # ------------------------------------------------------------------------------ another world size

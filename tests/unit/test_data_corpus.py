@@ -169,9 +169,27 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     shutil.copytree(folder, moved)
     assert load_corpus(str(moved)).sha256 == whole.sha256  # where data lie is not what they are
     assert load_corpus(f"{moved}/*/*.txt").sha256 == whole.sha256
+    assert load_corpus(f"{folder}/**/**/*.txt").sha256 == whole.sha256, "each file once"
     single = load_corpus(str(folder / "a" / "9.txt"))
     assert decode_text(single.codec, single.train).startswith("file 9\nthe quick")
     assert single.held_out_bytes is not None and single.held_out_bytes >= 1
+
+
+def test_text_that_is_trained_on_and_held_out_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = texts(tmp_path / "data")
+    for spec in (f"{folder},{folder}/a/1.txt", f"{folder}/a/*:0.5,{folder}/*/1*.txt:0.5"):
+        with pytest.raises(DataError, match=r"1\.txt is in '.*' and in '.*': name it once"):
+            load_corpus(spec)
+    write_tokens(tmp_path / "t.bin", np.arange(99), 257)
+    with pytest.raises(DataError, match=r"t\.bin is in "):
+        load_corpus(f"{tmp_path}/t.bin,{tmp_path}/*.bin")
+    load_corpus(str(folder))
+    assert not caplog.records
+    shutil.copytree(folder, tmp_path / "data" / "copies")
+    load_corpus(str(folder), held_out=0.3)
+    assert "documents that are held out" in caplog.text and "are also trained on" in caplog.text
 
 
 def test_data_that_is_not_there_or_empty_is_named(

@@ -247,6 +247,7 @@ def test_a_mixture_draws_its_weights_exactly_and_resumes_anywhere() -> None:
     made = {"context": 4, "global_batch": 2000}
     whole = Sampler(corpus, **made)
     assert whole.num_windows == 12 + 1249 + 224
+    assert whole.described(steps=10).endswith("held out, drawn 3.3e+02 / 11 / 8.9 times")
     rows = torch.cat([whole.next_batch()[0] for _ in range(2 * PERIOD // 2000)])
     assert (rows == rows[:, :1]).all(), "no window spans two sources"
     counts = torch.bincount(rows[:, 0])

@@ -118,10 +118,12 @@ def test_a_stream_is_read_while_a_run_draws_from_it(
 
 
 def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
-    datasets: list[Any], tmp_path: Path
+    datasets: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "whole")
     assert len(whole.train) + len(whole.held_out) == 40 * 81 and len(whole.held_out) > 0
+    assert whole.volumes is not None and not caplog.records
+    assert whole.volumes(1) is whole.volumes(0) and "are drawn again" in caplog.text
     part = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "part", tokens_needed=900)
     assert 900 < len(part.train) < 1100 and isinstance(part.train, np.memmap)
     assert np.array_equal(part.train, whole.train[: len(part.train)]), "the first rows"

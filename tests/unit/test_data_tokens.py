@@ -242,7 +242,12 @@ def byte_pairs() -> Pieces:
     return Pieces.train(TRAINING, 300)
 
 
-def test_byte_pairs_come_back(byte_pairs: Pieces) -> None:
+def test_byte_pairs_come_back(byte_pairs: Pieces, caplog: pytest.LogCaptureFixture) -> None:
+    byte_pairs.encode(TRAINING)
+    assert not caplog.records
+    byte_pairs.encode(["déjà vu".encode("latin-1")])
+    assert r"text is not UTF-8 (b'd\xe9j\xe0 vu')" in caplog.text
+
     @settings(max_examples=50, deadline=None)
     @given(documents)
     def check(texts: list[bytes]) -> None:
@@ -419,6 +424,8 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{oh\n")
     with pytest.raises(DataError, match="byte 0: this line is no JSON"):
         list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
+    with pytest.raises(DataError, match=r"a\.jsonl is in .*name it once"):
+        tokenise.work_of([str(tmp_path / "a.jsonl")] * 2, "text")
     with pytest.raises(DataError, match="'nothing' names no data"):
         tokenise.work_of(["nothing"], "text")
     (tmp_path / "empty").mkdir()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.moe import router as routers
 from shardwise.moe.activation import swiglu
@@ -135,6 +136,30 @@ def test_the_bias_evens_the_load_without_touching_weights() -> None:
     router.eval()
     router(x)
     assert torch.equal(router.load, before)  # evaluation does not count
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_choices_are_counted_once_whatever_is_computed_again(reentrant: bool | None) -> None:
+    router = make(bias_rate=0.5, capacity_factor=1.0)
+
+    def forward(x: Tensor) -> Tensor:
+        return router(x).weights.square().sum()
+
+    for _ in range(2):
+        with torch.no_grad():
+            router.eval()(tokens())  # an evaluation counts nothing
+        router.train()
+        for _ in range(3):  # microbatches
+            x = tokens().requires_grad_()
+            if reentrant is None:
+                forward(x).backward()
+            else:
+                checkpoint(forward, x, use_reentrant=reentrant).backward()
+        counts = router.tally()
+        assert counts[:-1].sum() == 3 * TOKENS * CHOICES and counts[-1] > 0
+        before = router.expert_bias.clone()
+        router.update_bias()
+        assert not torch.equal(router.expert_bias, before) and not router.tally().any()
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.5])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -233,6 +234,36 @@ def test_schedulers_closures_hooks_and_groups() -> None:
     assert [group["kind"] for group in optimizer.param_groups] == ["matrix", "elementwise"]
 
 
+def test_settings_that_are_changed_later_or_loaded_take_effect() -> None:
+    settings = {"scale": "match_rms_adamw", "preset": "keller", "form": "direct"}
+    models = [Weights(SHAPES) for _ in range(3)]
+    built, edited, loaded = (
+        sw.optimizer(model, matrix=sw.muon(**own), elementwise=None)
+        for model, own in zip(models, (settings, {}, {}), strict=True)
+    )
+    edited.param_groups[0].update(settings)
+    loaded.load_state_dict(copy.deepcopy(built.state_dict()))
+    for step in range(2):
+        for model, optimizer in zip(models, (built, edited, loaded), strict=True):
+            set_gradients(model, step)
+            optimizer.step()
+    for model in models[1:]:
+        assert all(map(torch.equal, model.parameters(), models[0].parameters()))
+    edited.param_groups[0]["scale"] = "large"
+    with pytest.raises(ValueError, match="scale='large'"):
+        edited.step()
+
+
+def test_the_last_clip_before_a_step_counts() -> None:
+    model = Weights(SHAPES)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=None)
+    set_gradients(model, 0)
+    optimizer.clip_grad_norm(1.0, in_step=True)
+    optimizer.clip_grad_norm(0.5)
+    optimizer.step()
+    assert float(optimizer.clip_grad_norm(9.0)) == pytest.approx(0.5, abs=1e-5)
+
+
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     model = Weights(SHAPES)
     optimizer = sw.optimizer(model, matrix=sw.muon(weight_decay=0.5), elementwise=None)
@@ -286,6 +317,13 @@ def test_another_kind_of_state_dict_is_refused() -> None:
         one.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="kind=None"):
         one.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    late = {"params": [nn.Parameter(torch.zeros(2))], "kind": "elementwise", "name": "late"}
+    with pytest.raises(ValueError, match="does not know maximize, learning_rate"):
+        one.add_param_group(late | {"maximize": True, "learning_rate": 1.0})
+    one.add_param_group(late | {"lr": 1.0})
+    one.param_groups[1]["params"].append(nn.Parameter(torch.zeros(2)))
+    with pytest.raises(RuntimeError, match="added to param_groups, taken out or moved by hand"):
+        one.step()
 
 
 def test_a_group_can_be_added() -> None:
