@@ -82,7 +82,7 @@ def two_strategies() -> Canvas:
     at = draw_title(canvas, "One model, two strategies", about, [Key("padding", "")]) + 4
     for name, unit in panels:
         items = [item | {"name": short(item["name"])} for item in unit["items"]]
-        at = draw_unit(canvas, unit | {"name": name, "items": items}, unit["rows"], at, 70)
+        at = draw_unit(canvas, unit | {"name": name, "items": items}, at, 70)
     canvas.height = at - 6
     return canvas
 

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm import Call
 from shardwise.moe import mixtures_of
-from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import READS
-from shardwise.report.planned import Mesh, Traffic
+from shardwise.report.planned import Options, Traffic
 from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules
 from shardwise.shard.call import sentinel
 from shardwise.shard.fp8_group import FP8Group
@@ -154,9 +153,7 @@ class _Sketched(torch.autograd.Function):
 COUNT, WEIGHT = 8, 4  # bytes of a count of rows, and of a router's weight
 
 
-def traffic_of(
-    model: nn.Module, mesh: Mesh, precision: Precision, tokens: int, microbatches: int
-) -> Traffic:
+def traffic_of(model: nn.Module, options: Options, tokens: int) -> Traffic:
     """The collectives that routers, and rows on their way to experts, add to a step:
 
         router     counts of all ranks for the balance term, and for biases   all_reduce over world
@@ -168,7 +165,7 @@ def traffic_of(
     count over all ranks of the mesh, as ``MixtureOfExperts.spread(axis, tokens)`` has them do in
     the trainer.
     """
-    found = Traffic()
+    found, mesh, microbatches = Traffic(), options.mesh, options.microbatches
     again = recomputed_modules(model)
     for layer in mixtures_of(model):
         forwards = microbatches * (2 if id(layer) in again else 1)
@@ -180,7 +177,7 @@ def traffic_of(
         if ep > 1:
             leaving = routing.num_experts - layer.experts.num_experts
             found.known[Call("all_to_all", "ep", ep, COUNT * leaving)] += forwards
-            width = precision.compute_dtype(layer.router.weight.dtype).itemsize
+            width = options.precision.compute_dtype(layer.router.weight.dtype).itemsize
             row, rows = layer.experts.hidden * width, tokens * routing.experts_per_token
             away = rows - rows // ep
             found.even[Call("all_to_all", "ep", ep, away * row)] += 2 * (forwards + microbatches)

@@ -166,8 +166,7 @@ def plan(
     if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
         made = replace(made, num_parameters=whole, matrices=None)
     if tokens is not None:
-        traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
-        made = replace(made, traffic=traffic)
+        made = replace(made, traffic=traffic_of(model, options, tokens))
     if made.fits is not False:
         return made
     if batch is not None and made.largest == 0:

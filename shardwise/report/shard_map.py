@@ -119,31 +119,25 @@ def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) ->
 def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     """Rows are ranks, across are the bytes of each unit's buffer, coloured by parameter. Drawn from
     plain values, so that a page can be made from an events file alone."""
-    units = [(unit, unit["rows"]) for unit in shard_map["units"]]
+    units = shard_map["units"]
     shown = units[:MAX_UNITS]
-    margin = 24 + max(text_width(row["ranks"], 12) for _, rows in units for row in rows)
+    margin = 24 + max(text_width(row["ranks"], 12) for unit in units for row in unit["rows"])
     about = f"main weights over {shard_map['num_ranks']:,} ranks in {shard_map['num_shards']:,} "
     about += "shards; one colour a parameter, to scale"
     hidden = len(units) - len(shown)
     canvas = Canvas(WIDTH, 0, "shard map")
     at = draw_title(canvas, "Shard map", about, [Key("padding", "")]) + 6
-    for unit, rows in shown:
-        at = draw_unit(canvas, unit, rows, at, margin)
+    for unit in shown:
+        at = draw_unit(canvas, unit, at, margin)
     if hidden:
         canvas.text(16, at + 8, f"and {hidden} more kinds of units", class_="faint")
     canvas.height = at + (20 if hidden else 0) + 2
     return canvas
 
 
-def draw_unit(
-    canvas: Canvas,
-    unit: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    top: float,
-    margin: float,
-) -> float:
+def draw_unit(canvas: Canvas, unit: Mapping[str, Any], top: float, margin: float) -> float:
     """Draw one unit; returns where the next may begin."""
-    size, width = unit["shard_size"], unit["itemsize"]
+    rows, size, width = unit["rows"], unit["shard_size"], unit["itemsize"]
     share = 100 * unit["padding"] / unit["numel"]
     canvas.text(16, top + 10, unit["name"], size=13, font_weight=600)
     about = f"{size_text(size * width)} of {unit['dtype']} per shard, {share:.2f} % padding"
