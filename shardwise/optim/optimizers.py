@@ -184,6 +184,14 @@ class Muon(ShardedOptimizer):
         recall_routes()
         matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in found]
         problems += parameter_problems(found, matrices)
+        stacks = [(name, p.shape[2]) for name, p, one in matrices if p.ndim == 3 and not one.flat]
+        if thin := [name for name, columns in stacks if columns < 8]:
+            warn_once(
+                logger,
+                "sw.Muon takes %s for stacks of matrices with few columns. A convolution is one "
+                "matrix [out, rest] where sw.route(model, matrix=...) names it before",
+                quoted(thin),
+            )
         counted = [group | {"params": len(group["params"])} for group in groups]
         facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
         raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in found))

@@ -264,6 +264,16 @@ def test_the_last_clip_before_a_step_counts() -> None:
     assert float(optimizer.clip_grad_norm(9.0)) == pytest.approx(0.5, abs=1e-5)
 
 
+def test_a_convolution_that_is_taken_for_a_stack_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Conv1d(16, 32, 3), nn.Linear(8, 8))
+    for routed, told in ((False, True), (True, False)):
+        if routed:
+            sw.route(net, matrix="0.weight")
+        caplog.clear()
+        sw.Muon([(name, p) for name, p in net.named_parameters() if p.ndim > 1])
+        assert ("takes '0.weight' for stacks of matrices" in caplog.text) is told
+
+
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     model = Weights(SHAPES)
     optimizer = sw.optimizer(model, matrix=sw.muon(weight_decay=0.5), elementwise=None)
