@@ -85,6 +85,7 @@ def run(words: list[str]) -> int:
 
 
 def _parse_and_run(words: list[str]) -> int:
+    _refuse_empty(words)
     try:
         command: Any = tyro.cli(
             _commands(),
@@ -102,6 +103,15 @@ def _parse_and_run(words: list[str]) -> int:
     keep_bytecode()
     function: Any = next(run for kind, run in _COMMANDS.items() if isinstance(command, kind))
     return function(command, words)  # type: ignore[no-any-return]
+
+
+def _refuse_empty(words: list[str]) -> None:
+    """A variable that the shell does not know: ``--data "$TEXTS"`` would be all text of the current
+    folder, and ``--resume "$RUN"`` a new run. A prompt may be empty."""
+    for before, word in zip(["shardwise", *words], words, strict=False):
+        flag = word[:-1] if word.startswith("--") and word.endswith("=") else before
+        if flag != "--prompt" and (not word or flag != before):
+            raise ValueError(f"{flag}: an empty word comes next (a variable that is not set?)")
 
 
 def _commands() -> Any:

@@ -122,11 +122,20 @@ class ShardedTensor(DTensor):
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         """For what reads or writes by address inside of torch: this shell has no memory there."""
         raise NotImplementedError(
-            f"'{self.cut.name}' is a shard, without memory for DLPack, apply_, map_ or "
-            f"share_memory_: use to_local() for this rank's piece, or full_tensor()"
+            f"'{self.cut.name}' is a shard, without memory for numpy, tolist, safetensors, DLPack, "
+            f"apply_, map_ or share_memory_: use full_tensor() (collective; for a model: "
+            f"sw.full_state_dict(model)), or to_local() for this rank's piece"
         )
 
-    __dlpack__ = apply_ = map_ = map2_ = share_memory_ = _refuse_memory
+    __dlpack__ = numpy = tolist = _refuse_memory
+    apply_ = map_ = map2_ = share_memory_ = _refuse_memory
+
+    def storage(self) -> NoReturn:
+        """Refused, by an error that safetensors does not take for "nothing to write"."""
+        try:
+            self._refuse_memory()
+        except NotImplementedError as error:
+            raise RuntimeError(str(error)) from None
 
     def data_ptr(self) -> int:
         """The address of a parameter's piece, by which accelerate finds the parameter again in an
@@ -210,13 +219,29 @@ class ShardedTensor(DTensor):
     def register_hook(self, hook: Any) -> Any:
         """Refused for parameters: forward computes with another tensor, so no backward would call
         the hook."""
+        self._refuse_hooks("register_hook(...)")
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def view_as(self, other: Tensor) -> Any:
+        """Refused for a parameter as itself: so one asks for its node in the graph, to hook it."""
+        self._refuse_node(other)
+        return super().view_as(other)
+
+    def expand_as(self, other: Tensor) -> Any:
+        self._refuse_node(other)
+        return super().expand_as(other)
+
+    def _refuse_node(self, other: Tensor) -> None:
+        if other is self and torch.is_grad_enabled() and self.requires_grad:
+            self._refuse_hooks("view_as or expand_as itself, for its node in the graph")
+
+    def _refuse_hooks(self, what: str) -> None:
         if isinstance(self, torch.nn.Parameter):
             raise NotImplementedError(
-                f"'{self.cut.name}'.register_hook(...): forward computes with gathered weights, so "
-                f"no backward would call this hook. register_post_accumulate_grad_hook sees the "
-                f"reduced gradient and may change it in place"
+                f"'{self.cut.name}'.{what}: forward computes with gathered weights, so no backward "
+                f"would call a hook here. register_post_accumulate_grad_hook sees the reduced "
+                f"gradient and may change it in place"
             )
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ DTensor's methods
 

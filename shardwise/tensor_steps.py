@@ -293,6 +293,7 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def _refusing_unreduced(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @uncompiled
     @functools.wraps(clip)
     def clip_reduced(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -302,8 +303,9 @@ def _refusing_unreduced(clip: Callable[..., Any]) -> Callable[..., Any]:
     return clip_reduced
 
 
-# The first is called by clip_grad_norm_, which others may have imported by its name.
-for _name in ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+# Two are called by clip_grad_norm_, which others may have imported by its name.
+_CLIPS = ("_get_total_norm", "_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
+for _name in _CLIPS:
     for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
         if hasattr(_place, _name):
             setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))

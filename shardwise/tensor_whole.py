@@ -171,7 +171,7 @@ def on_the_whole(
         "compute with its full_tensor() instead"
         if recorded
         else "",
-        about=str(func),
+        about=f"{func} {recorded}",
         mesh=mesh,
     )
     targets = {key: kwargs[key] for key in outs if key in kwargs}

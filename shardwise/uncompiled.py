@@ -24,16 +24,16 @@ def skip_frames(function: Any) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
-def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which is not traced with what it is a hook of."""
+def uncompiled(hook: Function) -> Function:
+    """``hook`` (or a method), which is not traced with what it is a hook of (or called by)."""
     skipped = _disable_dynamo(hook)
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
-        return (skipped if torch.compiler.is_compiling() else hook)(*args)
+        return (skipped if torch.compiler.is_compiling() else hook)(*args, **kwargs)
 
     skip_frames(run)
-    return functools.update_wrapper(run, hook)
+    return cast(Function, functools.update_wrapper(run, hook))
 
 
 # Not ``torch.library.custom_op``, which takes the host three times as long for each call.

@@ -54,6 +54,7 @@ from shardwise.optim.storage import (
     storage_problem,
     version_of,
 )
+from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
@@ -242,6 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ a step
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; the others keep values and states.
@@ -306,6 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         return loss
 
+    @uncompiled
     @torch.no_grad()
     def clip_grad_norm(
         self,

@@ -52,8 +52,8 @@ from shardwise.report.planned import (
 )
 from shardwise.report.suggest import largest, suggest
 from shardwise.report.units import ToWrap, modules_to_wrap, price_of_whole, spread_over
-from shardwise.shard.call import map_tensors
 from shardwise.shard.checks import grain_problems
+from shardwise.shard.containers import map_tensors
 from shardwise.shard.data_parallel import GRAINS
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice

@@ -4,29 +4,24 @@ it."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import enum
 import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
-from operator import is_
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import numpy
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise import comm
+from shardwise.shard.containers import Swaps, look_into, map_tensors, put_back
 from shardwise.shard.members import refuse_side_way
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import ShardedTensor
+from shardwise.uncompiled import skip_frames
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
@@ -49,7 +44,7 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "begun", "forward", "gated", "recorded"),
-        *("state", "task", "unit", "weights"),
+        *("state", "swaps", "task", "unit", "weights"),
     )
 
     def __init__(self, unit: Unit, weights: Any, recorded: bool, forward: int) -> None:
@@ -58,6 +53,7 @@ class Call:
         self.recorded = recorded  # whether autograd records it, so that a backward can come
         self.state = State.RUNNING
         self.task = -1  # the backward that entered it last
+        self.swaps: Swaps = []  # of its inputs, while it runs
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
         self.forward = forward  # the number of the root's forward; 0: made inside a backward
         self.begun = _sequence_nr()  # nodes of the graph that come later are its own, or later ones
@@ -88,7 +84,8 @@ class Call:
             return args, kwargs
         self.gated = True
         behind = iter(InputsOfAWrappedModule.apply(self, sentinel, *through))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
+        gate = lambda t: next(behind) if t.requires_grad else t  # noqa: E731
+        return map_tensors(gate, (args, kwargs), self.swaps)  # type: ignore[no-any-return]
 
     def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
         """Tell the unit when the first gradient of an output comes; returns whether one can come.
@@ -157,6 +154,7 @@ class Calls:
             return None
         call = self.running.pop()
         call.state = State.DONE
+        put_back(call.swaps)
         return call
 
     @property
@@ -197,14 +195,18 @@ class Calls:
         if not self.running:
             return False
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        del self.running[max(calls_on_stack(modules) - entering, 0) :]
+        alive = max(calls_on_stack(modules) - entering, 0)
+        while len(self.running) > alive:
+            self.end()
         return not self.running
 
     def stop(self) -> None:
         """No call runs any more, and backward is in none."""
-        for call in (*self.running, *self.open):
+        while self.end() is not None:
+            pass
+        for call in self.open:
             call.state = State.DONE
-        self.running, self.open, self._begun = [], [], 0
+        self.open, self._begun = [], 0
 
 
 def _remove(calls: list[Call], call: Call) -> None:
@@ -257,43 +259,6 @@ _SENTINEL = torch.autograd.graph.get_gradient_edge(sentinel).node
 def reaches_all_leaves() -> bool:
     """Whether the backward that runs now is for all leaves of a graph with a gate in it."""
     return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
-
-
-def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors inside ``value``, and objects that cannot be looked into."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, _SIMPLE):
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        inside: Iterable[Any] = value.values()
-    elif isinstance(value, (tuple, list, set, frozenset, deque)):
-        inside = value
-    elif isinstance(value, _CLOSED) or not (hasattr(value, "__dict__") or _slots(value)):
-        leaves, _ = tree_flatten(value)
-        if len(leaves) == 1 and leaves[0] is value:
-            yield value
-            return
-        inside = leaves
-    else:
-        names = [*getattr(value, "__dict__", ()), *_slots(value)]
-        inside = [getattr(value, name, None) for name in names]
-    for item in inside:
-        yield from look_into(item, seen)
-
-
-def _slots(value: Any) -> list[str]:
-    found = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    return [name for names in found for name in ([names] if isinstance(names, str) else names)]
-
-
-_SIMPLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
-_SIMPLE += (slice, type, enum.Enum, numpy.ndarray, numpy.generic, nn.Module, ModuleType)  # type: ignore[assignment]
-_CLOSED = (FunctionType, BuiltinFunctionType, MethodType, GeneratorType, partial)
 
 
 def in_checkpoint() -> bool:
@@ -383,21 +348,41 @@ def reads_on(unit: Unit) -> bool:
 @functools.wraps(torch.autograd.graph._engine_run_backward)  # type: ignore[attr-defined]
 def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """torch's own, for ``backward`` and ``torch.autograd.grad``. Raises where this was asked for
-    parameters at rest: forward computed with whole ones, so no graph knows these."""
-    asked = {id(one) for one in args[3] or () if isinstance(one, ShardedTensor)}
+    parameters at rest: forward computed with whole ones, so no graph knows these. And where
+    ``torch.autograd.grad`` was asked for whole ones, outside of every forward and backward (an
+    inner loop of a module, and checkpoints of others, ask for them inside): nothing reduces it."""
+    inputs = args[3] or ()
+    asked = {id(one) for one in inputs if isinstance(one, ShardedTensor)}
     roots = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
     leaves = (getattr(node, "variable", None) for node in _behind(roots if asked else []))
     wholes = [one for one in leaves if isinstance(one, Whole) and id(one._at_rest) in asked]
+    why = "parameters at rest, which no graph knows"
+    own = [one for one in inputs if isinstance(one, Whole)]
+    if own and not wholes and not kwargs.get("accumulate_grad") and not _inside_a_call():
+        wholes, why = own, "gathered parameters, whose gradient would be this rank's own"
     if wholes:
         names = f"{', '.join(one.name_here for one in wholes[:4])}{', ...' if wholes[4:] else ''}"
         raise RuntimeError(
             f"torch.autograd.grad or backward(inputs=...) asks for {names} of unit "
-            f"{wholes[0]._group.label}, parameters at rest, which no graph knows. Call backward() "
-            f"without inputs=, requires_grad_(False) on what shall have no gradient, and read .grad"
+            f"{wholes[0]._group.label}, {why}. Call backward() without inputs=, "
+            f"requires_grad_(False) on what shall have no gradient, and read .grad"
         )
     return _engine_run(outputs, *args, **kwargs)
 
 
+def _inside_a_call() -> bool:
+    """Whether a backward runs, or the forward of a wrapped module. Walks the stack: for rare
+    cases."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _CALLS and "_shardwise_unit" in vars(frame.f_locals["self"]):
+            return True
+        frame = frame.f_back
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
+
+
+# Hooks of a backward that a compiled function calls are no part of it.
+skip_frames(_run_backward)
 _engine_run = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
 _ENGINE = _engine_run.__code__
 for _place in (torch.autograd.graph, torch.autograd):
@@ -419,47 +404,3 @@ def _behind(waiting: list[Any], until: Unit | None = None) -> Iterator[Any]:
 
 _node_now = torch._C._current_autograd_node  # type: ignore[attr-defined]
 _REENTRANT = f"{torch.utils.checkpoint.CheckpointFunction.__name__}Backward"
-
-
-def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing."""
-    if dtype is None:
-        return value
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
-
-    What holds nothing changed is returned as it is, the same object.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        items = [map_tensors(change, item) for item in value]
-        return value if all(map(is_, items, value)) else kind(items)
-    if kind is dict:
-        changed = {key: map_tensors(change, item) for key, item in value.items()}
-        return value if all(map(is_, changed.values(), value.values())) else changed
-    if value is None or kind in (int, float, bool, str):
-        return value
-    if dataclasses.is_dataclass(kind):
-        return _map_fields(change, value)
-    leaves, spec = tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value  # nothing that torch knows how to open
-    items = [map_tensors(change, leaf) for leaf in leaves]
-    return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
-
-
-def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    result = value
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name)
-        new = map_tensors(change, old)
-        if new is not old:
-            if result is value:
-                result = copy.copy(value)
-            object.__setattr__(result, field.name, new)  # also where it is frozen
-    return result

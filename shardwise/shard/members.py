@@ -341,7 +341,14 @@ def refuse_side_way(unit: Unit) -> None:
 
 
 def refuse_transforms(unit: Unit) -> None:
-    """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
+    """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered, and
+    inside torch.export and torch.jit.trace, whose programs would keep the weights of this step."""
+    if torch.compiler.is_exporting() or torch._C._is_tracing():
+        raise NotImplementedError(
+            f"torch.export or torch.jit.trace (torch.onnx) of unit '{unit.name}': a program would "
+            f"hold gathered copies of its weights. Load sw.full_state_dict(model) into a model "
+            f"that is not wrapped, and export that one"
+        )
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise NotImplementedError(

@@ -54,13 +54,13 @@ from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
     Calls,
-    cast_floats,
     in_checkpoint,
     in_recomputation,
     reads_on,
     recomputes_inside,
     will_come,
 )
+from shardwise.shard.containers import cast_floats
 from shardwise.shard.members import (
     refuse,
     refuse_create_graph,
@@ -190,7 +190,7 @@ class Unit(Wrapped):
         if recorded and not recomputing and in_checkpoint():
             for group in self.groups:
                 group.reads_again = True
-        args, kwargs = cast_floats((args, kwargs), self.precision.input_dtype)
+        args, kwargs = cast_floats((args, kwargs), self.precision.input_dtype, call.swaps)
         return call.pass_inputs(args, kwargs) if recorded and self.groups else (args, kwargs)
 
     def _recover(self) -> None:

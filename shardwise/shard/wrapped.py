@@ -22,7 +22,7 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
-from shardwise.shard.call import look_into
+from shardwise.shard.containers import look_into
 from shardwise.shard.group import Group, storage_of
 from shardwise.shard.members import Members, refuse, refuse_swapped
 from shardwise.shard.runtime import Runtime, SharedLanes

@@ -230,10 +230,14 @@ def test_gradients_asked_for_parameters_at_rest_are_named(
     assert "asks for '" in message and "parameters at rest" in message, message
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
-    before = transient_bytes()
-    loss, weights = word_loss(net, rank), list(net.parameters())
-    message = raised(lambda: torch.autograd.grad(loss, weights, allow_unused=True), RuntimeError)
-    assert "'down.weight'" in message and "parameters at rest" in message, message
+    before, weights = transient_bytes(), list(net.parameters())
+    loss = word_loss(net, rank)
+    for asked in (weights, list(net.parameters())):
+        message = raised(lambda: torch.autograd.grad(loss, asked, allow_unused=True), RuntimeError)  # noqa: B023
+        assert "'down.weight'" in message and "parameters at rest" in message, message
+    # The root's weights stay gathered after forward, in zero3.
+    message = raised(lambda: torch.autograd.grad(loss, net.head.weight), RuntimeError)
+    assert "asks for 'head.weight'" in message and "read .grad" in message, message
     penalty = sum(weight.square().sum() for weight in weights)
     assert None not in torch.autograd.grad(penalty, weights, allow_unused=True)
     check(net, plain, word_loss, rank, world_size, before)

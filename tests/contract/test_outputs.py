@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -229,3 +231,59 @@ def test_features_of_a_frozen_unit_whose_output_is_not_used(rank: int, world_siz
             # A product saves a view of its weight, of which torch itself finds that it is gone.
             told = "setStorage" if inner.func is nn.Linear else "'inner'"
             assert told in text
+
+
+class Pair(NamedTuple):
+    first: deque[Tensor]
+    second: list[Tensor]
+
+
+@dataclasses.dataclass
+class Shared:
+    """What a model hands from block to block, and every block writes to."""
+
+    x: Tensor
+    by_name: dict[str, Tensor]
+    losses: Pair
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, shared: Shared, aside: OrderedDict[str, Tensor]) -> Tensor:
+        hidden = self.linear(shared.x).tanh()
+        shared.losses[0].appendleft(hidden.square().mean())
+        shared.losses[1].insert(0, shared.losses[0][-1] * 2)
+        shared.by_name["sum"] = shared.by_name.get("sum", 0) + hidden
+        aside["last"] = aside.pop("last") * 2 + hidden
+        shared.x = shared.x + hidden
+        return hidden
+
+
+class WritingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Writing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        shared, aside = Shared(x, {}, Pair(deque(), [])), OrderedDict({"last": x, "first": x})
+        for block in self.blocks:
+            shared.x = shared.x + block(shared, aside=aside)
+        one, two = shared.losses
+        assert len(one) == len(two) == 3 and aside["first"] is x
+        return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two)
+
+
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_what_forward_writes_to_its_arguments_stays(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """Caches, lists of losses and states that a model hands from block to block."""
+    net, plain = pair(WritingNet)
+    wrap(net, world_size, strategy)
+    check_backward(net, plain, vector_loss, rank, world_size)

@@ -58,6 +58,12 @@ def test_a_flag_that_does_not_exist(tmp_path: Path) -> None:
     assert "--stratgy" in refused("train", "--stratgy", "zero3", cwd=tmp_path)
 
 
+def test_an_empty_word(tmp_path: Path) -> None:
+    for words in (["smoke", "--data", ""], ["smoke", "--resume="], [""]):
+        said = refused("train", *words, cwd=tmp_path)
+        assert said.startswith("error: ") and "an empty word comes next" in said, said
+
+
 def test_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
     said = refused("train", "gpt_900t", cwd=tmp_path)
     assert said.startswith("error: there is no recipe 'gpt_900t'") and said.count("\n") == 1

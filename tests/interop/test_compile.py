@@ -106,6 +106,34 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
     assert len(graphs) == 2, "one for training and one for evaluation, for all blocks"
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_compiled_function_may_call_backward_and_step(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    torch._dynamo.reset()
+    runs = []
+    for compiled in (True, False):
+        model = build(
+            "returned, then wrapped",
+            lambda m: sw.fully_shard(m, mesh=mesh_of(world_size), placements=ZERO[strategy]),
+            lambda block: block,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(batch: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        losses = [step(tokens(number, 0, rank, world_size)) for number in range(2)]
+        runs.append([*losses, *sw.full_state_dict(model).values()])
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("format", ["mxfp8_rowcol", "fp8_block"])
 @on_ranks(2, timeout=240)
 def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(

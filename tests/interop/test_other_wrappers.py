@@ -133,6 +133,22 @@ def test_transforms_of_torch_func_are_refused(rank: int, world_size: int, transf
     assert torch.equal(model(x), layers(False, world_size)(x)), "and all goes on"
 
 
+@pytest.mark.parametrize("export", [torch.jit.trace, torch.export.export])
+@on_ranks(2)
+def test_programs_are_not_made_of_gathered_weights(
+    rank: int, world_size: int, export: Callable[..., Any]
+) -> None:
+    x = torch.ones(3, 6)
+    model = sw.fully_shard(
+        layers(False, world_size), mesh=mesh_of(world_size), placements=sw.zero(1)
+    )
+    with torch.no_grad():
+        expected = model(x)  # and the whole weights are there
+        message = raised(lambda: export(model, (x,)), NotImplementedError)
+        assert "sw.full_state_dict(model)" in message
+        assert torch.equal(model(x), expected), "and all goes on"
+
+
 @on_ranks(2)
 def test_functional_call_is_refused(rank: int, world_size: int) -> None:
     model, x = layers(True, world_size), torch.ones(3, 6)

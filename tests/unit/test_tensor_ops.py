@@ -7,7 +7,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -237,9 +239,14 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         lambda: torch.from_dlpack(tensor),  # type: ignore[attr-defined]
         lambda: tensor.apply_(abs),
         tensor.share_memory_,
+        tensor.numpy,
+        tensor.tolist,
+        lambda: numpy.asarray(tensor),
     ):
         with pytest.raises(NotImplementedError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")
+    with pytest.raises(RuntimeError, match=r"'wide'.*sw.full_state_dict\(model\)"):
+        safetensors.torch.save({"wide": tensor})
     with pytest.raises(NotImplementedError, match=r"initialise values = .*p.copy_\(values\)"):
         nn.init.orthogonal_(tensor)
     with pytest.raises(

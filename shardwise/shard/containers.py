@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors inside what a forward is given and returns: containers, dataclasses, objects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# (a container, what was put into it, what had been there by id of that), in order
+Swaps = list[tuple[Any, list[Any], dict[int, Any]]]
+
+
+def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors inside ``value``, and objects that cannot be looked into."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, _SIMPLE):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inside: Iterable[Any] = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        inside = value
+    elif isinstance(value, _CLOSED) or not (hasattr(value, "__dict__") or _slots(value)):
+        leaves, _ = tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            yield value
+            return
+        inside = leaves
+    else:
+        names = [*getattr(value, "__dict__", ()), *_slots(value)]
+        inside = [getattr(value, name, None) for name in names]
+    for item in inside:
+        yield from look_into(item, seen)
+
+
+def _slots(value: Any) -> list[str]:
+    found = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    return [name for names in found for name in ([names] if isinstance(names, str) else names)]
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
+_SIMPLE += (slice, type, enum.Enum, numpy.ndarray, numpy.generic, nn.Module, ModuleType)  # type: ignore[assignment]
+_CLOSED = (FunctionType, BuiltinFunctionType, MethodType, GeneratorType, partial)
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None, swaps: Swaps | None = None) -> Any:
+    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value, swaps)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any, swaps: Swaps | None = None) -> Any:
+    """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
+
+    What holds nothing changed is returned as it is, the same object. What holds something is
+    copied; with ``swaps``, lists, dicts, deques and dataclasses are changed in place until
+    ``put_back``: a forward may write to those that it was given (a cache, a list of losses).
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple:
+        items = [map_tensors(change, item, swaps) for item in value]
+        return value if all(map(is_, items, value)) else kind(items)
+    if value is None or kind in (int, float, bool, str):
+        return value
+    if kind in _WRITABLE or dataclasses.is_dataclass(kind):
+        pairs = [(key, old, map_tensors(change, old, swaps)) for key, old in _items(value)]
+        changed = [(key, old, new) for key, old, new in pairs if new is not old]
+        if changed and swaps is None:
+            value = copy.copy(value)
+        elif changed and swaps is not None:
+            new_ones = [new for _, _, new in changed]
+            swaps.append((value, new_ones, {id(new): old for _, old, new in changed}))
+        for key, _, new in changed:
+            _set(value, key, new)
+        return value
+    leaves, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value  # nothing that torch knows how to open
+    items = [map_tensors(change, leaf, swaps) for leaf in leaves]
+    return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
+
+
+def put_back(swaps: Swaps) -> None:
+    """Undo changes in place, of what is still there; what somebody has written since stays."""
+    while swaps:
+        container, _, before = swaps.pop()
+        for key, item in _items(container):
+            if id(item) in before:
+                _set(container, key, before[id(item)])
+
+
+_WRITABLE = (list, deque, dict, OrderedDict, defaultdict)
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    if type(container) in (list, deque):
+        return list(enumerate(container))
+    if type(container) in _WRITABLE:
+        return list(container.items())
+    return [(field.name, getattr(container, field.name)) for field in dataclasses.fields(container)]
+
+
+def _set(container: Any, key: Any, item: Any) -> None:
+    if type(container) in _WRITABLE:
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)  # also where it is frozen
