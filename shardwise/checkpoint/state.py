@@ -112,7 +112,14 @@ def model_state(model: nn.Module) -> State:
         elif id(value) not in parameters | buffers:
             state.problems.append(f"'{name}': a state-dict hook put a copy there")
         elif id(value) in first_name:
-            state.tied[name] = first_name[id(value)]
+            first = first_name[id(value)]
+            names, firsts = state.stored_names(name), state.stored_names(first)
+            state.tied |= zip(names, firsts, strict=False)
+            if len(names) != len(firsts):
+                state.problems.append(
+                    f"'{name}' and '{first}' are one tensor, of which only one is that of experts, "
+                    f"which are stored one by one: give '{name}' a tensor of its own"
+                )
         else:
             first_name[id(value)] = name
             state.add(name, value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -47,7 +48,7 @@ def full_state_dict(
             if keep:
                 result[clean(name)] = result[clean(tied)]
             continue
-        if sharded:
+        if isinstance(value, DTensor):  # of tensor parallelism alone, too
             value = value.full_tensor()
         values = {name: value}
         path, _, last = name.rpartition(".")
