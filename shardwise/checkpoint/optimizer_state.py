@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shardwise.checkpoint.errors import CheckpointError, shown
 from shardwise.checkpoint.index import Entry
@@ -116,10 +117,13 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                         tensors.setdefault(one, []).append(stored)
                     else:
                         scalars.setdefault(one, {})[stored] = value
+                full = state_key(name, key)
+                for leaf in tree_leaves(value):  # also a tensor in a list
+                    if isinstance(leaf, Tensor):
+                        state.problems += _piece_problem(full, parameter, leaf)
                 if isinstance(value, Tensor):
-                    full = state.add_state(name, key, value, stack, stored)
+                    state.add_state(name, key, value, stack, stored)
                     state.problems += tensor_problems(full, value)
-                    state.problems += _piece_problem(full, parameter, value)
                     state.problems += _expert_problem(full, stack, value)
         options, texts = _options(group)
         groups.append({"parameters": names, "options": options, "described": texts})

@@ -53,14 +53,13 @@ class State:
 
     def add_state(
         self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
-    ) -> str:
-        """Add the state ``key`` of the parameter ``name``; return its key here. ``stack``: how it
-        is stored beside experts, as ``stored``."""
+    ) -> None:
+        """Add the state ``key`` of the parameter ``name``. ``stack``: how it is stored beside
+        experts, as ``stored``."""
         full = state_key(name, key)
         self.tensors[full] = value
         if stack is not None:
             self.members[full] = stack.renamed(partial(state_key, key=stored))
-        return full
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """The names of a parameter in a checkpoint: one for each expert of any rank, if any."""
