@@ -128,10 +128,12 @@ class _Converter:
         self._checkpoint, self._convert, self._dtype = checkpoint, convert, dtype
         keys = [key for key in checkpoint.index if key.startswith("model.")]
         every = sorted(key.removeprefix("model.") for key in keys)
-        self.names = [name for name in every if not name.endswith(_LORA)]
-        self._products = {name for name in every if name.endswith(_LORA[0])}
         values = checkpoint.manifest.config or {}
-        self._scale = values.get("lora_alpha", 0.0) / (values.get("lora_rank") or 1)
+        # Without these, parameters of such names are somebody else's.
+        rank = values.get("lora_rank") if "lora_alpha" in values else None
+        self.names = [name for name in every if not rank or not name.endswith(_LORA)]
+        self._products = {name for name in every if rank and name.endswith(_LORA[0])}
+        self._scale = values["lora_alpha"] / rank if rank else 0.0
 
     def sketch(self, name: str) -> dict[str, Tensor]:
         """The results of one tensor, on the meta device."""

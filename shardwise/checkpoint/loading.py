@@ -98,6 +98,7 @@ class _Job:
             self.ranks.rank if self.same_size else 0
         )
         self.state = model_state(self.model)
+        self.checkpoint.untie(self.state.stored_keys)
         model_problems = self._model_problems()
         problems = self.state.problems + model_problems
         if self.optimizer is not None and not model_problems:
@@ -133,7 +134,7 @@ class _Job:
         names = set(saved) | set(tied)
         problems = []
         for name, (shape, dtype) in wanted.items():
-            entry = saved.get(tied.get(name, name))
+            entry = saved.get(name)
             if planes := _mxfp8_parts(name, saved):
                 names -= planes
                 problems.append(
@@ -150,7 +151,7 @@ class _Job:
             shape = saved[tied.get(name, name)].shape
             problems.append(f"unexpected in it: '{name}' {list(shape)}")
         for name, first in here.tied.items():
-            if name in saved and first in saved:
+            if name in saved and first in saved and saved[name] is not saved[first]:
                 problems.append(
                     f"'{name}' and '{first}' are one tensor in this model and two in the checkpoint"
                 )
@@ -161,7 +162,8 @@ class _Job:
 
     def offer(self) -> None:
         """Set the modules' extra states, keeping those they had in case a module refuses."""
-        modules = {clean(name): module for name, module in unwrapped(self.model).named_modules()}
+        named = unwrapped(self.model).named_modules(remove_duplicate=False)
+        modules = {clean(name): module for name, module in named}
         # Experts keep this model's own order of gate and up: the load permutes rows instead.
         own = {stack.order for stack in self.state.stacks.values()}
         for name, value in self.checkpoint.values["extra_states"].items():

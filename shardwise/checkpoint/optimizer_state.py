@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shardwise.checkpoint.errors import CheckpointError, shown
 from shardwise.checkpoint.index import Entry
@@ -31,10 +32,12 @@ from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
-# Options that say how an optimizer computes, not what: a load leaves the optimizer's own in place.
+# Options that say how an optimizer computes, not what, or for which parameters: a load leaves the
+# optimizer's own in place.
 _MACHINE_OPTIONS = frozenset(
-    ("foreach", "fused", "capturable", "differentiable", "kind", *MACHINE_SETTINGS)
+    ("foreach", "fused", "capturable", "differentiable", "kind", "param_names", *MACHINE_SETTINGS)
 )
+_SAME_STEPS = {"AdamW", "ShardedOptimizer", "Muon"}  # classes: their groups say what is computed
 
 # ------------------------------------------------------------------------------ saving
 
@@ -89,6 +92,12 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
     if isinstance(optimizer, ShardedOptimizer) and optimizer.half_step is not None:
         state.problems.append(optimizer.half_step)
     create_state(optimizer)
+    state.problems += [
+        f"the optimizer's state has an entry {key!r} that belongs to no parameter: a checkpoint "
+        f"holds states by the names of parameters; keep it in an option of a group, or in extra"
+        for key, value in optimizer.state.items()
+        if not isinstance(key, Tensor) and value
+    ]
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
     groups = []
@@ -108,10 +117,13 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                         tensors.setdefault(one, []).append(stored)
                     else:
                         scalars.setdefault(one, {})[stored] = value
+                full = state_key(name, key)
+                for leaf in tree_leaves(value):  # also a tensor in a list
+                    if isinstance(leaf, Tensor):
+                        state.problems += _piece_problem(full, parameter, leaf)
                 if isinstance(value, Tensor):
-                    full = state.add_state(name, key, value, stack, stored)
+                    state.add_state(name, key, value, stack, stored)
                     state.problems += tensor_problems(full, value)
-                    state.problems += _piece_problem(full, parameter, value)
                     state.problems += _expert_problem(full, stack, value)
         options, texts = _options(group)
         groups.append({"parameters": names, "options": options, "described": texts})
@@ -215,15 +227,25 @@ class OptimizerLoad:
                 known |= {*self._state.stored_names(name)}
                 self.problems += self._state_problems(name, parameter, saved)
         stored = set(saved["tensors"]) | set(saved["scalars"])
-        for name in sorted(stored - known):
+        for name in sorted(stored - known - self._state.tied.keys()):
             self.problems.append(f"unexpected in it: optimizer state of '{name}'")
         if not self.problems:
             self._plan_groups(saved)
+        classes = {saved["class"], self._kind}
+        if not self.problems and len(classes) > 1 and not classes <= _SAME_STEPS:
+            warn_once(
+                log,
+                "the optimizer is a %s, and its states were saved by a %s, whose steps may be "
+                "others: what has the same name was loaded",
+                self._kind,
+                shown(saved["class"]),
+            )
 
     def write(self) -> None:
         """Change the optimizer, after the tensors of its states were loaded."""
         for write in self._writes:
             write()
+        self._optimizer.__setstate__({})  # as torch's load: AdamW's decay stays decoupled, for one
         if isinstance(self._optimizer, ShardedOptimizer):
             self._optimizer.half_step = None
 
@@ -330,21 +352,32 @@ class OptimizerLoad:
 
     def _plan_groups(self, saved: dict[str, Any]) -> None:
         by_name = {name: group for group in saved["groups"] for name in group["parameters"]}
-        for index, group in enumerate(self._optimizer.param_groups):
-            sources: dict[int, dict[str, Any]] = {}  # each saved group once
+        every = self._optimizer.param_groups
+        found: list[dict[int, dict[str, Any]]] = []  # for each group here, the saved ones, once
+        for group in every:
+            found.append({})
             for parameter in group["params"]:
                 name = self._state.stored_name(self._state.names[id(parameter)])
                 if (source := by_name.get(name)) is not None:
-                    sources[id(source)] = source
+                    found[-1][id(source)] = source
                     self._plan_momentum(parameter, name, group, source["options"])
+        for index, (group, sources) in enumerate(zip(every, found, strict=True)):
             for source in sources.values():
                 _warn_of_objects(index, group, source["described"])
-            self._plan_options(index, group, [source["options"] for source in sources.values()])
+            shared = [not sources.keys().isdisjoint(theirs) for theirs in found]
+            parts = [one for one, beside in zip(every, shared, strict=True) if beside]
+            options = [source["options"] for source in sources.values()]
+            self._plan_options(index, group, options, parts)
 
     def _plan_options(
-        self, index: int, group: dict[str, Any], sources: list[dict[str, Any]]
+        self,
+        index: int,
+        group: dict[str, Any],
+        sources: list[dict[str, Any]],
+        parts: list[dict[str, Any]],
     ) -> None:
-        """Options of the saved groups whose parameters this group holds."""
+        """Options of the saved groups whose parameters this group holds. ``parts`` are the groups
+        here that share these saved ones; this group is among them."""
         for key in {key: None for source in sources for key in source}:
             values = [source[key] for source in sources if key in source]
             current = str(group[key]) if key == "function" and key in group else group.get(key)
@@ -353,12 +386,13 @@ class OptimizerLoad:
             other = key == "function" and any(value != current for value in values)
             if other or not all(_alike(value, current) for value in values):
                 self._problem_of(f"'{key}' of group {index} of the optimizer", values[0], current)
-            elif any(encode(value, "") != encode(values[0], "") for value in values[1:]):
+            elif _differ(values) or _differ([part.get(key) for part in parts]):
                 warn_once(
                     log,
                     "group %d of the optimizer joins parameters that were saved with different "
-                    "'%s'; it keeps its own, %s",
+                    "'%s', or shares a saved group with one of another '%s'; it keeps its own, %s",
                     index,
+                    key,
                     key,
                     current,
                 )
@@ -373,10 +407,11 @@ class OptimizerLoad:
     ) -> None:
         """Convert momentum that was saved in the other form to this group's, once loaded."""
         form, before = group.get("momentum_form"), saved.get("momentum_form")
-        if form == before or form is None or before is None:
+        if form == before:
             return
-        if before not in get_args(MomentumForm) or type(saved.get("momentum")) is not float:
-            self.problems.append(f"'{name}' has momentum of an unknown form in it")
+        known = before in get_args(MomentumForm) and type(saved.get("momentum")) is float
+        if form is None or before is None or not known:  # of one of torch's optimizers, for one
+            self.problems.append(f"'{name}' has momentum of an unknown form in it, or here")
             return
 
         def convert() -> None:
@@ -398,8 +433,8 @@ def differences(name: str, entry: Entry, shape: Shape, dtype: torch.dtype) -> li
             f"'{name}' has shape {list(entry.shape)} in it, {list(shape)} in this model"
         )
     # Wider is exact: 16-bit weights of a model whose main weights are fp32 here.
-    wider = entry.dtype.is_floating_point and torch.promote_types(entry.dtype, dtype) == dtype
-    if entry.dtype != dtype and not wider:
+    wider = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+    if entry.dtype != dtype and not (wider and torch.promote_types(entry.dtype, dtype) == dtype):
         problems.append(
             f"'{name}' is {entry.dtype} in it, {dtype} here: load in the saved dtype and "
             f"convert afterwards"
@@ -413,6 +448,15 @@ def _new_state(parameter: Tensor, key: str, entry: Entry, stack: Stack | None) -
     if shape == tuple(parameter.shape) and (entry.shape or key != "step"):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
+
+
+def _differ(values: list[Any]) -> bool:
+    """Whether options of several groups are not the same; objects are never compared."""
+    try:
+        first, *others = (encode(value, "") for value in values)
+    except CheckpointError:
+        return False
+    return any(other != first for other in others)
 
 
 def _alike(saved: Any, current: Any) -> bool:

@@ -263,7 +263,7 @@ class Stack:
 def stacks_of(model: nn.Module, clean: Rename) -> dict[str, Stack]:
     """The stacks of all expert parameters of a model, by name of the parameter."""
     found: dict[str, Stack] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, GroupedLinear):
             continue
         prefix = clean(f"{path}.") if path else ""

@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,7 @@ from shardwise.checkpoint.files import check_bytes, open_listed, read_listed
 from shardwise.checkpoint.index import MAX_BYTES, Chunk, Index, parse
 from shardwise.checkpoint.manifest import INDEX, NAME, STATE, Manifest, rank_file
 from shardwise.checkpoint.pieces import Piece, local_pieces
-from shardwise.checkpoint.state import State, check_json_state, model_key
+from shardwise.checkpoint.state import State, check_json_state, model_key, state_key
 from shardwise.checkpoint.values import RandomStates
 from shardwise.tensor import ShardedTensor
 
@@ -52,6 +52,21 @@ class Checkpoint:
         values = manifest.read_json(path, STATE)
         check_json_state(values, str(path / STATE), index.keys())
         return Checkpoint(path, manifest, index, values)
+
+    def untie(self, keys: Container[str]) -> None:
+        """Give those names of tied parameters whose keys are in ``keys`` what was saved under the
+        first name: the tensor, the optimizer's states, the group. The model here may tie others."""
+        optimizer = self.values["optimizer"] or {"tensors": {}, "scalars": {}, "groups": []}
+        groups = {name: group for group in optimizer["groups"] for name in group["parameters"]}
+        tied = self.values["tied"].items()
+        for name, first in ((name, first) for name, first in tied if model_key(name) in keys):
+            self.index[model_key(name)] = self.index[model_key(first)]
+            for key in optimizer["tensors"].get(first, ()):
+                self.index[state_key(name, key)] = self.index[state_key(first, key)]
+            for states in (optimizer["tensors"], optimizer["scalars"]):
+                states |= {name: states[first]} if first in states else {}
+            if first in groups:
+                groups[first]["parameters"].append(name)
 
     def rank_values(self, rank: int) -> tuple[RandomStates, dict[str, Any]]:
         """The random states, not yet set, and the ``extra`` of a rank."""
@@ -130,12 +145,10 @@ class Copies:
         self._checkpoint, self._wanted = checkpoint, list(wanted.tensors.values())
         self._staged: list[Callable[[], object]] = []
         self.chunks: dict[Chunk, list[_Copy]] = {}
-        tied, orders = checkpoint.values["tied"], checkpoint.values["extra_states"]
+        orders = checkpoint.values["extra_states"]
         for key, tensor in wanted.tensors.items():
-            name = key.removeprefix("model.")
-            source = model_key(tied[name]) if key.startswith("model.") and name in tied else key
             stack = wanted.members.get(key)
-            for piece in local_pieces(source, tensor):
+            for piece in local_pieces(key, tensor):
                 if stack is None:
                     self._fill(piece, None)
                     continue

@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, num
 from shardwise.checkpoint.manifest import INDEX, METADATA, STATE, Manifest, now, rank_file, versions
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
-from shardwise.checkpoint.state import State, json_state, model_state, placements_of
+from shardwise.checkpoint.state import State, json_state, model_key, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
@@ -97,7 +98,7 @@ class Snapshot:
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
-    alike: dict[str, int]  # checksums of buffers and copies of weights: ranks may differ
+    alike: dict[str, int]  # checksums of what every rank has and one writes: ranks may differ
     writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
@@ -150,7 +151,7 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        alike=_checksums(state, model),
+        alike=_checksums(state, model, groups),
         writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
@@ -220,9 +221,18 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
     return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
-def _checksums(state: State, model: nn.Module) -> dict[str, int]:
-    buffers = {key: state.tensors[key] for key in state.buffers & {*state.tensors}}
-    sums = {key: checksum(one) for key, one in buffers.items() if not isinstance(one, DTensor)}
+def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, int]:
+    """Checksums of plain tensors of the model, of copies of weights and of what ``state.json``
+    holds; the texts of objects name places in memory."""
+    plain = {key: one for key, one in state.tensors.items() if not isinstance(one, DTensor)}
+    named = {model_key(name) for name in state.names.values()} | state.buffers
+    spread = {key for key, stack in state.members.items() if stack.spread}
+    sums = {key: checksum(one) for key, one in plain.items() if key in named - spread}
+    values = {"extra states of modules": state.extra_states}
+    if optimizer is not None:
+        options = [group["options"] for group in optimizer["groups"]]
+        values["options and counts of the optimizer"] = {"": (options, optimizer["scalars"])}
+    sums |= {name: zlib.crc32(to_bytes(value, name)) for name, value in values.items()}
     for one in model.parameters():
         if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
             name = f"weights of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
@@ -239,8 +249,9 @@ def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, i
         warn_once(
             log,
             "ranks differ in %s: a checkpoint holds those of rank 0, or of one other, and a load "
-            "gives them to all. Nothing sums buffers over ranks (SyncBatchNorm: its own); copies "
-            "of weights differ where weights, gradients or states were written on one rank alone",
+            "gives them to all. Nothing sums buffers over ranks (SyncBatchNorm: its own), nor "
+            "gradients of parameters that are not wrapped; copies of weights differ where weights, "
+            "gradients or states were written on one rank alone",
             quoted(apart),
         )
     for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):

@@ -53,14 +53,13 @@ class State:
 
     def add_state(
         self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
-    ) -> str:
-        """Add the state ``key`` of the parameter ``name``; return its key here. ``stack``: how it
-        is stored beside experts, as ``stored``."""
+    ) -> None:
+        """Add the state ``key`` of the parameter ``name``. ``stack``: how it is stored beside
+        experts, as ``stored``."""
         full = state_key(name, key)
         self.tensors[full] = value
         if stack is not None:
             self.members[full] = stack.renamed(partial(state_key, key=stored))
-        return full
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """The names of a parameter in a checkpoint: one for each expert of any rank, if any."""
@@ -112,7 +111,14 @@ def model_state(model: nn.Module) -> State:
         elif id(value) not in parameters | buffers:
             state.problems.append(f"'{name}': a state-dict hook put a copy there")
         elif id(value) in first_name:
-            state.tied[name] = first_name[id(value)]
+            first = first_name[id(value)]
+            names, firsts = state.stored_names(name), state.stored_names(first)
+            state.tied |= zip(names, firsts, strict=False)
+            if len(names) != len(firsts):
+                state.problems.append(
+                    f"'{name}' and '{first}' are one tensor, of which only one is that of experts, "
+                    f"which are stored one by one: give '{name}' a tensor of its own"
+                )
         else:
             first_name[id(value)] = name
             state.add(name, value)

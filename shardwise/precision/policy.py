@@ -189,6 +189,14 @@ class Precision:
             return DECODED
         return Recipe(self.rounding, self.weight_gradient)
 
+    def names(self, name: str) -> bool:
+        """Whether a pattern of ``include`` means this weight in particular."""
+        return any(fnmatchcase(name, pattern) for pattern in self.include if pattern != _EVERYTHING)
+
+    def keeps_head(self, name: str) -> bool:
+        """Whether an output head of this name stays in a dtype: fp8 products round too much."""
+        return self.format is not None and "fp8" in _PRODUCTS[self.format] and not self.names(name)
+
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Problems: the patterns that match no parameter, given all names in a model."""
         return [
@@ -300,10 +308,9 @@ def ineligible(
     )
     if others:
         return f"read by {', '.join(others)}, not only by linears"
-    named = any(fnmatchcase(name, pattern) for pattern in wanted if pattern != _EVERYTHING)
-    if any(map(_looks_up, owners)) and not named:
+    if any(map(_looks_up, owners)) and not precision.names(name):
         return f"read by an embedding; include={(*wanted, name)} stores it too"
-    if head and not named and "fp8" in _PRODUCTS[format]:
+    if head and precision.keeps_head(name):
         return f"an output head; include={(*wanted, name)} stores it too, and multiplies in fp8"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"

@@ -45,6 +45,7 @@ from shardwise.precision.policy import (
     multiplies_stacks,
     short_name,
 )
+from shardwise.shard.members import stored_in
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.words import aligned
 
@@ -211,27 +212,18 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored: dict[tuple[int, str], tuple[Stored, Any]] = {}
     notes: dict[str, None] = {}
     staged: list[str] = []
-    for unit in units:
-        for parameters, name, number, index in unit.places:
-            stored[id(parameters), name] = unit.stored[number, index], unit.groups[number]
-    found: dict[int, Stored] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            key = (id(module._parameters), name)
-            if parameter is not None and key in stored and id(parameter) not in found:
-                full = f"{path}.{name}" if path else name
-                one, group = stored[key]
-                products, note = _products(module, one, group.precision, group.device)
-                found[id(parameter)] = replace(one, name=full, products=products)
-                notes |= {f"products: {note}": None} if note else {}
-                if one.format and not encodes_locally(group.layout, one.format):
-                    staged.append(full)
+    found: list[Stored] = []
+    for full, module, one, group in stored_in(model, units):
+        products, note = _products(module, one, group.precision, group.device)
+        found.append(replace(one, name=full, products=products))
+        notes |= {f"products: {note}": None} if note else {}
+        if one.format and not encodes_locally(group.layout, one.format):
+            staged.append(full)
     if staged:
         notes[f"gathered as bf16, because a rank's shard cuts a block: {', '.join(staged)}"] = None
-    return PrecisionReport(tuple(found.values()), tuple(notes))
+    return PrecisionReport(tuple(found), tuple(notes))
 
 
 def _products(

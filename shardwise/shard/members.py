@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.notices import warn_once
+from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.policy import TILED, stores_nothing
+from shardwise.precision.policy import TILED, Stored, stores_nothing
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
+    from shardwise.shard.group import Group
     from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,42 @@ def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:
     if not any(one.format for one in stored):
         raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
     warn_once(logger, "%s", text)
+
+
+def stored_in(
+    model: nn.Module, units: Iterable[Unit]
+) -> Iterator[tuple[str, nn.Module, Stored, Group]]:
+    """The wrapped parameters of a model, each once: its name in the model, the module that has it,
+    its format, its group."""
+    stored: dict[tuple[int, str], tuple[Stored, Group]] = {}
+    for unit in units:
+        for parameters, name, number, index in unit.places:
+            stored[id(parameters), name] = unit.stored[number, index], unit.groups[number]
+    found: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            key = (id(module._parameters), name)
+            if parameter is not None and key in stored and id(parameter) not in found:
+                found.add(id(parameter))
+                yield (f"{path}.{name}" if path else name, module, *stored[key])
+
+
+def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of output heads in fp8 that were wrapped by themselves, under names that say nothing."""
+    kept = [unit for unit in units if unit.precision.keeps_head("")]
+    heads = [
+        full
+        for full, _, one, group in (stored_in(model, kept) if kept else ())
+        if one.format and names_head(full) and group.precision.keeps_head(one.name)
+    ]
+    if heads:
+        warn_once(
+            logger,
+            "%s makes the model's logits and is stored in fp8, whose products round them: in the "
+            "module that was wrapped its name does not say what it is. Wrap it with exclude=('*',) "
+            "or in bf16, or name it in include",
+            quoted(heads),
+        )
 
 
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:

@@ -37,7 +37,12 @@ from shardwise.shard.call import (
     will_come,
 )
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
-from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
+from shardwise.shard.members import (
+    check_first_forward,
+    refuse_ddp,
+    stray_gradients,
+    warn_of_heads,
+)
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
 from shardwise.words import quoted
@@ -136,6 +141,7 @@ class Runtime:
             if inner.members is not None:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
+        warn_of_heads(root, list(units))
         same_over_tiles(list(units))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -43,14 +44,15 @@ def full_state_dict(
     first: dict[int, str] = {}  # the first name of each piece
     for name, value in model.state_dict().items():
         sharded = isinstance(value, ShardedTensor)
-        if sharded and (tied := first.setdefault(id(value._local_tensor), name)) != name:
+        path, _, last = name.rpartition(".")
+        alone = sharded and path not in spread  # else one name may become many
+        if alone and (tied := first.setdefault(id(value._local_tensor), name)) != name:
             if keep:
                 result[clean(name)] = result[clean(tied)]
             continue
-        if sharded:
+        if isinstance(value, DTensor):  # of tensor parallelism alone, too
             value = value.full_tensor()
         values = {name: value}
-        path, _, last = name.rpartition(".")
         if path in spread and isinstance(value, Tensor):
             values = _gather_experts(name, last, value, *spread[path])
         for key, each in values.items() if keep else ():
@@ -69,7 +71,7 @@ def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axi
         for linear in (mixture.experts.fc1, mixture.experts.fc2)
     }
     found = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, GroupedLinear) and module.is_spread:
             axis = axes.get(module)
             if axis is None:

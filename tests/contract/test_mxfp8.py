@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from shardwise.layout import ELEMENT, Item, Layout, plan, rows
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import ROW, FP8Error
 from shardwise.precision.fp8_tensor import FP8Tensor
-from shardwise.shard import building, formats
+from shardwise.shard import building, formats, members
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.module import units_of
@@ -144,6 +145,24 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert "gathered as bf16, because a rank's shard cuts a block: weight" in str(
         sw.precision_report(cut)
     )
+
+
+@on_ranks(2)
+def test_a_head_in_fp8_whose_name_says_nothing_is_told(rank: int, world_size: int) -> None:
+    blocks = sw.Precision(weights="fp8_block")
+    for one, told in (
+        (blocks, True),
+        (replace(blocks, include=("weight",)), False),
+        (replace(blocks, exclude=("*",)), False),
+    ):
+        parts = {"body": nn.Linear(128, 128, bias=False), "lm_head": nn.Linear(128, 128)}
+        model = nn.Sequential(OrderedDict(parts))
+        sw.fully_shard([model.lm_head], mesh=mesh_of(world_size), precision=one)
+        sw.fully_shard(model, mesh=mesh_of(world_size), precision=blocks)
+        with mock.patch.object(members, "warn_once") as warn:
+            model(torch.ones(2, 128))
+        assert [call.args[2] for call in warn.call_args_list] == ["'lm_head.weight'"] * told
+        assert ("lm_head.weight" in sw.precision_report(model).stored) == (one.exclude == ())
 
 
 def test_nothing_is_decided_before_something_is_wrapped() -> None:

@@ -55,6 +55,10 @@ def test_whole_state_dicts_go_in_and_out(rank: int, world_size: int) -> None:
     plain = sw.full_state_dict(model)
     assert_same(plain, expected)
     assert not any(isinstance(value, DTensor) for value in plain.values())
+    unwrapped = tiled(mesh)
+    whole_values = sw.full_state_dict(unwrapped)
+    assert_same(whole_values, whole_parameters(unwrapped))
+    assert not any(isinstance(value, DTensor) for value in whole_values.values())
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     theirs = get_model_state_dict(model, options=options)
     if rank == 0:

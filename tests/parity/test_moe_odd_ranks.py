@@ -17,6 +17,7 @@ from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from tests.models import mesh_of
 from tests.moe_models import Way, build, by_expert
 from tests.ranks import on_ranks, run_ranks
+from tests.whole import assert_same
 
 HIDDEN = 32
 
@@ -118,6 +119,10 @@ def test_a_whole_state_dict_holds_the_experts_of_all_ranks(
 ) -> None:
     net = build(Way(ranks=2, ep=2, strategy="zero3", weights=layout))
     before = by_expert(net, None)
+    both = full_state_dict(nn.ModuleList([net, net]))  # a module that is used twice
+    tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)}
+    one, other = ({n[2:]: v for n, v in tensors.items() if n[0] == at} for at in "01")
+    assert_same(one, other)
     box = [full_state_dict(net, only_first_rank=True)]
     dist.broadcast_object_list(box, 0)  # the file that rank 0 wrote
     with torch.no_grad():

@@ -302,6 +302,27 @@ def test_another_optimizer_is_refused(sources: tuple[dict[str, str], dict[str, A
         assert_equal(everything(net, stepper), before)
 
 
+def test_what_a_load_makes_of_other_classes_and_groups_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(4, 4)
+    sw.save(tmp_path / "adam", net, torch.optim.Adam(net.named_parameters(), lr=0.5))
+    decays = torch.optim.AdamW(
+        [{"params": [net.weight], "weight_decay": 0.1}, {"params": [net.bias]}], lr=1.0
+    )
+    sw.load(tmp_path / "adam", net, decays)
+    groups = decays.param_groups
+    assert [group["lr"] for group in groups] == [0.5, 0.5], "both had one"
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.01], "neither had the saved 0"
+    assert all(group["decoupled_weight_decay"] for group in groups), "it is AdamW"
+    assert "a AdamW, and its states were saved by a 'Adam'" in caplog.text
+    assert "group 1" in caplog.text and "keeps its own, 0.01" in caplog.text
+    theirs = torch.optim.Muon([net.weight])
+    sw.save(tmp_path / "theirs", net, theirs)  # has the same name, and another form of momentum
+    with pytest.raises(MismatchError, match="'weight' has momentum of an unknown form"):
+        sw.load(tmp_path / "theirs", net, sw.Muon([net.weight], lr=0.1))
+
+
 def test_a_load_that_fails_gives_an_optimizer_no_state(tmp_path: Path) -> None:
     """SGD takes its first gradient as momentum, and zeros are no gradient."""
     sw.save(tmp_path / "one", *trained("plain", "sgd", 0, 1, seed=3))
@@ -327,12 +348,28 @@ def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
 
 
 def test_an_untied_model_reads_a_tied_one_and_not_the_reverse(tmp_path: Path) -> None:
-    net = Net()
-    sw.save(tmp_path / "tied", net)
+    net, stepper = trained("plain", "adamw", 0, 1, seed=3)
+    stepper.param_groups[0]["lr"] = 0.5
+    sw.save(tmp_path / "tied", net, stepper)
     untied = Net(tied=False)
-    sw.load(tmp_path / "tied", untied)
-    assert torch.equal(untied.head.weight, net.embedding.weight)
-    assert torch.equal(untied.embedding.weight, net.embedding.weight)
+    other = helpers.one_group(untied)
+    sw.load(tmp_path / "tied", untied, other)
+    for weight in (untied.head.weight, untied.embedding.weight):  # each with the states of both
+        assert torch.equal(weight, net.embedding.weight) and other.state[weight]["step"] == 2
+        before = stepper.state[net.embedding.weight]["exp_avg"]
+        assert torch.equal(other.state[weight]["exp_avg"], before) and before.any()
+    turned = Net(tied=False)  # the same pair; the head comes first
+    turned.embedding = turned._modules.pop("embedding")
+    turned.embedding.weight = turned.head.weight
+    other = torch.optim.AdamW([turned.head.weight])
+    with pytest.raises(
+        MismatchError, match=r"optimizer state of 'blocks\.0\.norm\.bias'"
+    ) as caught:
+        sw.load(tmp_path / "tied", turned, other)
+    assert "embedding" not in str(caught.value)
+    other = helpers.one_group(turned)
+    sw.load(tmp_path / "tied", turned, other)
+    assert other.state[turned.head.weight]["step"] == 2 and other.param_groups[0]["lr"] == 0.5
     sw.save(tmp_path / "untied", Net(tied=False))
     with pytest.raises(MismatchError, match="one tensor in this model and two in the checkpoint"):
         sw.load(tmp_path / "untied", net)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError, MismatchError, verify
-from shardwise.moe import GroupedMLP, swiglu
+from shardwise.moe import GroupedMLP, convert_gate_up, swiglu
 from tests.moe_models import EXPERTS, Way, batch, build, by_expert, optimizer_of
 from tests.ranks import run_ranks
+from tests.resume.test_anything import Counter
 
 WAYS = {
     "plain": Way(),
@@ -82,6 +83,33 @@ def test_any_way_of_holding_experts_reads_any_other(tmp_path: Path) -> None:
                 assert (len(values) == len(expected)) == (way.ep == 1)
                 for name, value in values.items():
                     assert torch.equal(value, expected[name]), (way, name)
+
+
+def test_experts_and_extra_states_that_two_modules_share_come_back(tmp_path: Path) -> None:
+    def layers(shared: bool) -> nn.ModuleList:
+        first = GroupedMLP(3, 8, 4, activation=swiglu())
+        second = first if shared else GroupedMLP(3, 8, 4, activation=swiglu(), gate_up_block=2)
+        return nn.ModuleList([first, second])
+
+    saved = layers(True)
+    sw.save(tmp_path / "one", saved, torch.optim.AdamW(saved.parameters()))
+    assert verify(tmp_path / "one").ok
+    for shared in (True, False):
+        other = layers(shared)
+        sw.load(tmp_path / "one", other, torch.optim.AdamW(other.parameters()))
+        for one in other:
+            order = one.fc1.gate_up_block
+            rows = convert_gate_up(saved[0].fc1.weight, 0, order, 1)
+            assert torch.equal(one.fc1.weight, rows) and one.fc1.weight.any()
+            assert torch.equal(one.fc2.weight, saved[0].fc2.weight)
+    twice = nn.ModuleList([nn.Linear(2, 2), *[Counter(3)] * 2])
+    sw.save(tmp_path / "twice", twice)
+    twice[1].count = 0
+    sw.load(tmp_path / "twice", twice)
+    assert twice[2].count == 3
+    other.register_parameter("borrowed", saved[0].fc2.weight)
+    with pytest.raises(CheckpointError, match=r"'2\.borrowed' and '0\.fc2\.weight' are one tensor"):
+        sw.save(tmp_path / "two", nn.ModuleList([*saved, other]))
 
 
 def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError, export
@@ -48,6 +48,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 def test_names_stay_where_nobody_says_otherwise(tmp_path: Path) -> None:
     net = Net()
+    net.norm.register_parameter("lora_a", nn.Parameter(torch.ones(2)))  # of nobody's config
     sw.save(tmp_path / "one", net, torch.optim.AdamW(net.parameters()))
     files = export(tmp_path / "one", tmp_path / "out")
     assert [file.name for file in files] == ["model.safetensors"]

@@ -126,13 +126,17 @@ def test_buffers_that_differ_are_rank_0s(tmp_path: Path) -> None:
 def save_unlike(rank: int, world_size: int, root: str) -> list[str]:
     messages = []
     store = Store(root)
-    for step, net, extra in (
-        (1, Net(layers=1 + rank), {}),  # other tensors on each rank
-        (10 + rank, Net(), {}),  # another step
-        (3, Net(), {"model": Net()} if rank == 1 else {}),  # one rank's extra is no JSON
+    sharded = wrap(Net(), "zero3", world_size)
+    pieces = torch.optim.SGD(sharded.parameters())
+    pieces.state[sharded.norm.bias]["pieces"] = [torch.ones(5) * rank]
+    for step, net, optimizer, extra in (
+        (1, Net(layers=1 + rank), None, {}),  # other tensors on each rank
+        (10 + rank, Net(), None, {}),  # another step
+        (3, Net(), None, {"model": Net()} if rank == 1 else {}),  # one rank's extra is no JSON
+        (5, sharded, pieces, {}),  # pieces of a state in a list, which would be rank 0's
     ):
         try:
-            store.save(step, net, extra=extra)
+            store.save(step, net, optimizer, extra=extra)
         except CheckpointError as error:
             messages.append(str(error))
     store.save(4, Net(), extra={"fine": True})  # and nothing is left in a bad state
@@ -144,10 +148,11 @@ def save_unlike(rank: int, world_size: int, root: str) -> list[str]:
 def test_ranks_that_disagree_raise_together(tmp_path: Path) -> None:
     results = run_ranks(save_unlike, 2, str(tmp_path))
     assert results[0] == results[1]
-    tensors, step, extra, path = results[0]
+    tensors, step, extra, pieces, path = results[0]
     assert "rank 1 has other tensors to save than rank 0" in tensors
     assert "(step 10)" in step and "(step 11)" in step
     assert "rank 1" in extra and "extra['model'] is a Net" in extra
+    assert "norm.bias.pieces' is a plain tensor of shape [5] beside a sharded" in pieces
     assert path == "step-000004"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000004"]
 
@@ -157,11 +162,12 @@ def test_problems_of_a_model_are_named_at_once(tmp_path: Path) -> None:
     stranger = torch.nn.Parameter(torch.zeros(3))
     net.blocks[0].up = torch.nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.AdamW([net.embedding.weight, stranger])
+    optimizer.state["calls"] = {"count": 3}
     with pytest.raises(CheckpointError) as caught:
         sw.save(tmp_path / "one", net, optimizer, {"lambda": print}, config={"of": object()})
     for part in ("'blocks.0.up.weight' is on the meta device", "'blocks.0.up.bias'"):
         assert part in str(caught.value)
-    for part in ("shape [3] that the model does not", "extra['lambda']", "config['of']"):
+    for part in ("[3] that the model does not", "'calls'", "extra['lambda']", "config['of']"):
         assert part in str(caught.value)
     assert not any(tmp_path.iterdir())
 
