@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,10 +31,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise.cut import Cut, Version
+from shardwise.notices import warn_once
 from shardwise.tensor_ops import Operations
 from shardwise.tensor_whole import gathered
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
+
+logger = logging.getLogger(__name__)
 
 GRAD: Any = Tensor.grad
 UNREDUCED = (
@@ -221,6 +225,32 @@ class ShardedTensor(DTensor):
         the hook."""
         self._refuse_hooks("register_hook(...)")
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Called with the reduced gradient, and by autograd itself with that of a loss which reads
+        this parameter at rest: one backward may bring both, and says so."""
+        last = -1  # the backward that called it last
+        name, speaks = self.cut.name, not any(self.cut.ranks.coordinate)
+
+        @functools.wraps(hook, updated=())
+        def told(parameter: Tensor) -> None:
+            nonlocal last
+            before, last = last, torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+            if before == last != -1:
+                warn_once(
+                    logger,
+                    "one backward brings '%s' a reduced gradient and that of a loss which reads "
+                    "the parameter itself (a penalty on weights), and calls its post-accumulate "
+                    "hooks for each: an optimizer that steps in them steps twice, where one "
+                    "process would step once. Step after backward, or compute the penalty inside "
+                    "the module's forward",
+                    name,
+                    about="hooks twice",
+                    first=speaks,
+                )
+            hook(parameter)
+
+        return super().register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
 
     def view_as(self, other: Tensor) -> Any:
         """Refused for a parameter as itself: so one asks for its node in the graph, to hook it."""

@@ -7,6 +7,7 @@ at the time of the forward; in a graph of torch.compile it is one operator.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from shardwise.moe.products import (
     compute_dtype,
 )
 from shardwise.moe.weights import ExpertTensor
+from shardwise.notices import warn_once
+
+logger = logging.getLogger(__name__)
 
 # The parameters, the settings and whether codes are kept: of experts in a graph of torch.compile.
 Inside = tuple[list[Tensor], str, bool]
@@ -170,7 +174,8 @@ class GroupedMLP(nn.Module):
         return [linear.experts(name) for name in names for linear in (self.fc1, self.fc2)]
 
     def _run_inner_hooks(self) -> None:
-        """Call the forward pre-hooks of the linears, which are read here without being called."""
+        """Call the forward pre-hooks of the linears, which are read here without being called; tell
+        of other hooks, which nothing calls."""
         for linear in (self.fc1, self.fc2):
             for number, hook in list(linear._forward_pre_hooks.items()):
                 keywords = number in linear._forward_pre_hooks_with_kwargs
@@ -182,6 +187,14 @@ class GroupedMLP(nn.Module):
                         f"and cannot be replaced. Register it on the GroupedMLP (and wrap that, "
                         f"not its linears, with fully_shard)"
                     )
+            never = linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks
+            if never and not torch.compiler.is_compiling():
+                warn_once(
+                    logger,
+                    "hooks after the forward, or on the backward, of an inner linear of GroupedMLP "
+                    "are not called: what they would see and change exists only inside the grouped "
+                    "MLP. Register them on the GroupedMLP",
+                )
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the backwards so far: second linear, then first,

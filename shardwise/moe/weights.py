@@ -93,6 +93,8 @@ class ExpertShare(Tensor):
 
 
 _COPIES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous}
+_COPIES |= {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, torch.clone}
+_COPIES |= {Tensor.pin_memory, torch.empty_like, torch.zeros_like}  # to be loaded into
 
 
 def _refuse_write(name: str, value: Tensor) -> None:

@@ -226,6 +226,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer would step those that it was built for: use add_param_group and "
                 "requires_grad_(False), change the settings of a group, or build it anew"
             )
+        for group in self.param_groups:  # torch's switches, which add_param_group refuses too
+            own = function_of(group).options if group["kind"] == "function" else {}
+            if key := next(
+                (k for k in ("maximize", "amsgrad") if group.get(k) and k not in own), 0
+            ):
+                raise ValueError(
+                    f"{key}=True in a parameter group, which this optimizer does not know: nothing "
+                    f"was updated. Take it out (to maximize, turn the sign of the loss)"
+                )
         if self._planned_settings() != self._planned:  # somebody changed them, or a load did
             for group in groups:
                 SETTINGS[group["kind"]](**own_settings(group))  # raises what is wrong

@@ -111,6 +111,8 @@ class Call:
     def _watch(self, tensor: Tensor) -> bool:
         if tensor.is_leaf:  # a weight itself: its own gradient tells, and a hook would stay on it
             return False
+        if tensor.grad_fn._sequence_nr() < self.begun:  # type: ignore[union-attr]
+            return False  # of before: it was given in a container, which forward returns
         tensor.register_hook(partial(_open, self))
         # Autograd runs what came last first: all that this forward has recorded comes after the
         # hook, also what leads to tensors that it left elsewhere (losses in a list).

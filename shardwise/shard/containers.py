@@ -66,23 +66,30 @@ def cast_floats(value: Any, dtype: torch.dtype | None, swaps: Swaps | None = Non
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value, swaps)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any, swaps: Swaps | None = None) -> Any:
+def map_tensors(
+    change: Callable[[Tensor], Tensor],
+    value: Any,
+    swaps: Swaps | None = None,
+    around: tuple[int, ...] = (),
+) -> Any:
     """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
 
     What holds nothing changed is returned as it is, the same object. What holds something is
     copied; with ``swaps``, lists, dicts, deques and dataclasses are changed in place until
     ``put_back``: a forward may write to those that it was given (a cache, a list of losses).
+    ``around``: the ids of the containers around it, which may be in it again.
     """
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)
     if kind is tuple:
-        items = [map_tensors(change, item, swaps) for item in value]
+        items = [map_tensors(change, item, swaps, around) for item in value]
         return value if all(map(is_, items, value)) else kind(items)
-    if value is None or kind in (int, float, bool, str):
+    if value is None or kind in (int, float, bool, str) or id(value) in around:
         return value
+    around += (id(value),)
     if kind in _WRITABLE or dataclasses.is_dataclass(kind):
-        pairs = [(key, old, map_tensors(change, old, swaps)) for key, old in _items(value)]
+        pairs = [(key, old, map_tensors(change, old, swaps, around)) for key, old in _items(value)]
         changed = [(key, old, new) for key, old, new in pairs if new is not old]
         if changed and swaps is None:
             value = copy.copy(value)
@@ -95,7 +102,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any, swaps: Swaps | N
     leaves, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
     if len(leaves) == 1 and leaves[0] is value:
         return value  # nothing that torch knows how to open
-    items = [map_tensors(change, leaf, swaps) for leaf in leaves]
+    items = [map_tensors(change, leaf, swaps, around) for leaf in leaves]
     return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
 
 
@@ -116,11 +123,14 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(container))
     if type(container) in _WRITABLE:
         return list(container.items())
-    return [(field.name, getattr(container, field.name)) for field in dataclasses.fields(container)]
+    names = [field.name for field in dataclasses.fields(container)]  # some may have no value yet
+    return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
 
 
 def _set(container: Any, key: Any, item: Any) -> None:
     if type(container) in _WRITABLE:
         container[key] = item
+    elif isinstance(container, dict):  # transformers' outputs hold each value twice
+        setattr(container, key, item)
     else:
         object.__setattr__(container, key, item)  # also where it is frozen

@@ -252,9 +252,9 @@ class BucketedUnit(Unit):
         for stage, numbers in stages.items():
             stage.register_forward_pre_hook(weakly(self.awaited, numbers))
 
-    def _end_forward(self, kept: bool, output: Any = None) -> None:
+    def _end_forward(self, kept: bool) -> None:
         self.wait()  # what no module asked for must have arrived too
-        super()._end_forward(kept, output)
+        super()._end_forward(kept)
 
     def awaited(self, numbers: list[int], *_: Any) -> None:
         """A module that reads these buckets runs next."""

@@ -17,6 +17,7 @@ checkpoint, an init), the next gather sees it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
@@ -31,6 +32,7 @@ from shardwise.buffer import Beside, Buffer, Gathered, GatherPlan, Part
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
+from shardwise.notices import warn_once
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
@@ -38,6 +40,8 @@ from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import Whole, WholeDTensor, WholeParameter, carry_attributes
 from shardwise.tile import Tile
+
+logger = logging.getLogger(__name__)
 
 
 class Group:
@@ -452,6 +456,16 @@ class Group:
             for wanted, whole in zip(now, self.unsharded, strict=True):
                 if wanted != whole.requires_grad and not (freezing and wanted):
                     whole.requires_grad_(wanted)
+        if any(now) and self.main.dtype.itemsize < 4 and self.precision.main is None:
+            warn_once(
+                logger,
+                "'%s' and what is stored with it was frozen when it was wrapped, so its main "
+                "weights are %s, which round away steps of less than 1/256 of a weight, and it is "
+                "trained now: wrap it while it is trainable, or with Precision(main='fp32')",
+                self.items[now.index(True)].name,
+                self.main.dtype,
+                first=not any(self.ranks.coordinate),
+            )
 
     def take_trainability(self) -> None:
         """``requires_grad_`` on whole parameters, outside of forward, reaches those at rest."""

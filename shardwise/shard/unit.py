@@ -229,10 +229,10 @@ class Unit(Wrapped):
         """Release unless told to keep; and be called when a gradient of an output comes."""
         call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
-            runtime.order.left(self)
+            self.left(output)
         awaited = call is not None and call.recorded and self._watch(call, output)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
-            self._end_forward(awaited, output)
+            self._end_forward(awaited)
             if self.is_root:
                 runtime.end_forward()
         if call is not None and awaited:
@@ -250,12 +250,12 @@ class Unit(Wrapped):
                 raise TypeError(f"unit '{self.name}': {error}") from None
             return False
 
-    def _end_forward(self, kept: bool, output: Any = None) -> None:
+    def _end_forward(self, kept: bool) -> None:
         self.refuse_changes()
         lost = self.lost_writes()
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
-                lost = lost or self.lent_to(output)
+                lost = lost or self.lent()
                 self.hide()
                 self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):

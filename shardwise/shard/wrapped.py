@@ -70,6 +70,7 @@ class Wrapped:
         self.groups, self.places = list(groups), list(places)
         self._staged, self.shown = staged, False
         self._here = [False] * len(groups)  # by group: whether the modules hold its whole weights
+        self._lent: list[weakref.ref[Tensor]] = []  # outputs of this forward in memory of weights
         self.precision = precision
         self.release_after_forward = release_after_forward
         self.release_after_backward = True
@@ -170,20 +171,29 @@ class Wrapped:
         names = [name for group in self.groups for name in group.lost_writes()]
         return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
-    def lent_to(self, output: Any) -> RuntimeError | None:
-        """The error for an output of forward that lies in weights which are released next."""
+    def left(self, output: Any) -> None:
+        """A forward of this unit is over; note what of its output lies in the memory of weights."""
+        self.runtime.order.left(self)  # type: ignore[arg-type]
         coming = [group for group in self.groups if group.comes_and_goes]
         memory = {storage_of(block.tensor) for group in coming for block in group.blocks}
-        for found in look_into(output, set()) if memory else ():
+        for found in look_into(output, set()) if memory and self.releases_after_forward else ():
             values = found.memory if isinstance(found, Whole) else found
             stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
             if stored and storage_of(values) in memory:
-                return RuntimeError(
-                    f"the forward of {coming[0].label} returns a tensor of shape "
-                    f"{list(found.shape)} that lies in the memory of its weights, which is "
-                    f"released now: return a clone, or wrap with reshard_after_forward=False"
-                )
-        return None
+                self._lent.append(weakref.ref(found))
+
+    def lent(self) -> RuntimeError | None:
+        """The error for outputs of forward, of any module of a list, that lie in weights which are
+        released next, and that somebody still has."""
+        found = [one for reference in self._lent if (one := reference()) is not None]
+        self._lent.clear()
+        if not found:
+            return None
+        return RuntimeError(
+            f"the forward of {self.groups[0].label} returns a tensor of shape "
+            f"{list(found[0].shape)} that lies in the memory of its weights, which is released "
+            f"now: return a clone, or wrap with reshard_after_forward=False"
+        )
 
     def release(self, kept_axis: comm.Axis | None = None, *, for_good: bool = False) -> None:
         """Give the memory back; 1/k of it stays on each of the k ranks of ``kept_axis``."""

@@ -13,7 +13,9 @@ The truth is one process that runs every rank's microbatch and averages:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -220,3 +222,14 @@ def raised(call: Callable[[], Any], kind: type[BaseException]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError(f"nothing was raised; expected a {kind.__name__}")
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the library logs meanwhile."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    yield texts
+    logging.getLogger("shardwise").removeHandler(handler)

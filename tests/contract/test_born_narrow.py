@@ -4,7 +4,6 @@ are fp32 where an optimizer trains them, and weights are computed with in the dt
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,7 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
-from tests.contract.helpers import STRATEGIES, Net, full, mesh_for, ranks_for, word_loss, wrap
+from tests.contract.helpers import (
+    STRATEGIES,
+    Net,
+    full,
+    logged,
+    mesh_for,
+    ranks_for,
+    word_loss,
+    wrap,
+)
 from tests.ranks import on_ranks, run_ranks
 
 PATIENCE = 240.0  # seconds, on a machine that others use too
@@ -44,12 +52,8 @@ def train(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
     net.blocks[0].up.register_forward_pre_hook(lambda m, _: seen.add(m.weight.dtype))
     wrapped(net, world_size, way)
     before = {name: full(p).clone() for name, p in net.named_parameters()}
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise").addHandler(handler)
-    optimizer = optimizer_of(net)
-    logging.getLogger("shardwise").removeHandler(handler)
+    with logged() as texts:
+        optimizer = optimizer_of(net)
     for name, p in net.named_parameters():
         frozen = name.startswith("head")
         assert p.dtype == (torch.bfloat16 if frozen else torch.float32), name
@@ -68,14 +72,14 @@ def train(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
             assert not changed.any()
         elif "embedding" not in name:  # of which only the rows that were read have gradients
             moved, total = moved + int(changed.sum()), total + changed.numel()
-    return moved / total, logged
+    return moved / total, texts
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_small_steps_move_a_model_that_came_in_bf16(way: str) -> None:
     found = run_ranks(train, ranks_for(way), way, timeout=PATIENCE)
     assert all(share > 0.99 for share, _ in found), found
-    assert not any(logged for _, logged in found), "nothing to warn about"
+    assert not any(texts for _, texts in found), "nothing to warn about"
 
 
 @on_ranks(2, timeout=PATIENCE)
@@ -89,6 +93,23 @@ def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     net = wrap(born(torch.float64), world_size)
     assert {p.dtype for p in net.parameters()} == {torch.float64}
+
+
+@on_ranks(2, timeout=PATIENCE)
+def test_what_was_frozen_when_it_was_wrapped_and_is_trained_later_is_told(
+    rank: int, world_size: int
+) -> None:
+    """Its main weights are bf16, and an optimizer of torch's says nothing of it."""
+    for main in (None, "fp32"):
+        net = born(torch.bfloat16, frozen=True)
+        wrap(net, world_size, precision=sw.Precision(main=main))
+        with logged() as texts:
+            word_loss(net, rank).backward()
+            assert not texts
+            net.head.requires_grad_(True)
+            word_loss(net, rank).backward()
+        assert bool(texts) == (main is None and rank == 0), texts
+        assert not texts or ("'head." in texts[0] and "Precision(main='fp32')" in texts[0])
 
 
 def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -217,6 +217,10 @@ def test_a_plain_distributed_checkpoint_of_spread_experts_is_refused(how: str) -
             assert "other ranks hold other experts" in message
 
 
+def experts_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in net.state_dict().items() if ".fc2." in name}
+
+
 def unwrapped_checkpoint(rank: int, world_size: int, folder: str, layout: str, torchs: bool) -> Any:
     """Experts that nobody wrapped, or torch's own FSDP2: plain tensors, or its DTensors."""
     mesh = grid(1, 2)
@@ -227,6 +231,8 @@ def unwrapped_checkpoint(rank: int, world_size: int, folder: str, layout: str, t
     messages = []
     states = {"state_dict": net.state_dict(), "copied": copy.deepcopy(net.state_dict())}
     states["options"] = get_model_state_dict(net, options=StateDictOptions(cpu_offload=True))
+    if not torchs:
+        states["narrow"] = {name: value.bfloat16() for name, value in experts_of(net).items()}
     for how, state in states.items():
         with pytest.raises(dcp.api.CheckpointException) as caught:
             dcp.save({"model": state}, checkpoint_id=f"{folder}/{how}")
@@ -234,10 +240,14 @@ def unwrapped_checkpoint(rank: int, world_size: int, folder: str, layout: str, t
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.async_save({"model": net.state_dict()}, checkpoint_id=f"{folder}/async").result()
     messages.append(str(caught.value))
-    experts = {name: value for name, value in net.state_dict().items() if ".fc2." in name}
+    experts = experts_of(net)
     dcp.save({name: torch.zeros(v.shape) for name, v in experts.items()}, checkpoint_id=folder)
     with pytest.raises(dcp.api.CheckpointException, match=r"sw\.load"):
         dcp.load(experts, checkpoint_id=folder)
+    if not torchs:
+        room = {name: torch.empty_like(value) for name, value in experts.items()}
+        with pytest.raises(dcp.api.CheckpointException, match=r"sw\.load"):
+            dcp.load(room, checkpoint_id=folder)
     # All else takes them for the tensors that they are.
     kept = io.BytesIO()
     torch.save(net.moe.experts.fc2.state_dict(), kept)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.shard.containers import Swaps, cast_floats, put_back
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
     assert_gradients_equal,
     check_backward,
+    num_groups,
     options_for,
     pair,
     raised,
@@ -245,6 +247,7 @@ class Shared:
     x: Tensor
     by_name: dict[str, Tensor]
     losses: Pair
+    not_yet: Tensor = dataclasses.field(init=False)
 
 
 class Writing(nn.Module):
@@ -252,14 +255,14 @@ class Writing(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, shared: Shared, aside: OrderedDict[str, Tensor]) -> Tensor:
+    def forward(self, shared: Shared, aside: OrderedDict[str, Tensor]) -> tuple[Any, ...]:
         hidden = self.linear(shared.x).tanh()
         shared.losses[0].appendleft(hidden.square().mean())
         shared.losses[1].insert(0, shared.losses[0][-1] * 2)
         shared.by_name["sum"] = shared.by_name.get("sum", 0) + hidden
         aside["last"] = aside.pop("last") * 2 + hidden
         shared.x = shared.x + hidden
-        return hidden
+        return hidden, shared, aside  # and in it the tensor of before the block
 
 
 class WritingNet(nn.Module):
@@ -270,9 +273,10 @@ class WritingNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        shared, aside = Shared(x, {}, Pair(deque(), [])), OrderedDict({"last": x, "first": x})
+        shared, aside = Shared(x, {}, Pair(deque(), [])), OrderedDict[str, Any](last=x, first=x)
+        aside["itself"] = aside
         for block in self.blocks:
-            shared.x = shared.x + block(shared, aside=aside)
+            shared.x = shared.x + block(shared, aside=aside)[0]
         one, two = shared.losses
         assert len(one) == len(two) == 3 and aside["first"] is x
         return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two)
@@ -286,4 +290,56 @@ def test_what_forward_writes_to_its_arguments_stays(
     """Caches, lists of losses and states that a model hands from block to block."""
     net, plain = pair(WritingNet)
     wrap(net, world_size, strategy)
-    check_backward(net, plain, vector_loss, rank, world_size)
+    with sw.comm.record() as calls:
+        check_backward(net, plain, vector_loss, rank, world_size)
+    if strategy == "zero3":  # once, though forwards return tensors of before them
+        reduced = [call for call in calls if call.operation == "reduce_scatter"]
+        assert len(reduced) == num_groups(net, *net.blocks)
+
+
+class Lending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first.forward = lambda x: self.first.weight[:2]  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor, keeps: bool) -> Tensor:
+        lent = self.first(x)
+        x = x + lent.sum()
+        if not keeps:
+            del lent
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_weights_that_a_module_of_a_list_lends_are_named(rank: int, world_size: int) -> None:
+    """A view of them, read after their release, ended the process with a segmentation fault."""
+    net = Lending()
+    sw.fully_shard([net.first, net.last], **options_for("zero3", world_size))
+    sw.fully_shard(net, **options_for("zero3", world_size))
+    assert net(vectors(rank), False).shape == (3, WIDTH)
+    text = raised(lambda: net(vectors(rank), True), RuntimeError)
+    assert "returns a tensor of shape [2, 10] that lies in the memory of its weights" in text
+
+
+@dataclasses.dataclass
+class Named(dict[str, Tensor]):
+    """Holds each value as an attribute and as an item, as the outputs of transformers do."""
+
+    x: Tensor
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        super().__setattr__(name, value)
+        self[name] = value
+
+
+def test_both_places_of_a_value_are_cast() -> None:
+    given, wide = Named(torch.ones(2)), torch.ones(2)
+    made = cast_floats(given, torch.bfloat16)
+    assert made.x is made["x"] and made.x.dtype == torch.bfloat16 and given.x is given["x"]
+    swaps: Swaps = []
+    given.x = wide
+    cast_floats(given, torch.bfloat16, swaps)
+    assert given.x is given["x"] and given.x.dtype == torch.bfloat16
+    put_back(swaps)
+    assert given.x is given["x"] is wide

@@ -143,6 +143,17 @@ def test_an_attribute_of_a_user_is_nobody_elses() -> None:
     mlp(torch.randn(20, 8), ENDS, torch.rand(20))
 
 
+def test_hooks_that_nothing_calls_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    mlp, x, p = experts(), torch.randn(20, 8), torch.rand(20)
+    handle = mlp.register_forward_hook(lambda *_: None)
+    mlp(x, ENDS, p)
+    assert not caplog.records
+    handle.remove()
+    mlp.fc2.register_forward_hook(lambda module, inputs, output: output * 0)
+    mlp(x, ENDS, p)
+    assert "Register them on the GroupedMLP" in caplog.text
+
+
 def test_what_is_no_tensor_or_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="router weights p=None: give a tensor"):
         experts()(torch.randn(20, 8), ENDS, None)  # type: ignore[arg-type]

@@ -331,6 +331,11 @@ def test_another_kind_of_state_dict_is_refused() -> None:
     with pytest.raises(ValueError, match="does not know maximize, learning_rate"):
         one.add_param_group(late | {"maximize": True, "learning_rate": 1.0})
     one.add_param_group(late | {"lr": 1.0})
+    for key in ("maximize", "amsgrad"):
+        one.param_groups[0][key] = True
+        with pytest.raises(ValueError, match=f"{key}=True .* does not know"):
+            one.step()
+        del one.param_groups[0][key]
     one.param_groups[1]["params"].append(nn.Parameter(torch.zeros(2)))
     with pytest.raises(RuntimeError, match="added to param_groups, taken out or moved by hand"):
         one.step()
