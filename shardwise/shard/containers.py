@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# (a container, what was put into it, what had been there by id of that), in order
-Swaps = list[tuple[Any, list[Any], dict[int, Any]]]
+# (a container, the one that a forward has in its place or itself, what lies in that one, what had
+# been there by id of what was put there), in order
+Swaps = list[tuple[Any, Any, list[tuple[Any, Any]], dict[int, Any]]]
 
 
 def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -60,10 +61,16 @@ _CLOSED = (FunctionType, BuiltinFunctionType, MethodType, GeneratorType, partial
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, swaps: Swaps | None = None) -> Any:
-    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing."""
+    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing.
+
+    Containers are copied: a checkpoint inside a forward keeps one, and recomputes with its casts
+    when the forward is over. With ``swaps``, ``put_back`` writes to the given ones what was written
+    to the copies.
+    """
     if dtype is None:
         return value
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value, swaps)
+    cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+    return map_tensors(cast, value, swaps, in_place=False)
 
 
 def map_tensors(
@@ -71,48 +78,76 @@ def map_tensors(
     value: Any,
     swaps: Swaps | None = None,
     around: tuple[int, ...] = (),
+    *,
+    in_place: bool = True,
 ) -> Any:
     """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
 
     What holds nothing changed is returned as it is, the same object. What holds something is
-    copied; with ``swaps``, lists, dicts, deques and dataclasses are changed in place until
-    ``put_back``: a forward may write to those that it was given (a cache, a list of losses).
-    ``around``: the ids of the containers around it, which may be in it again.
+    copied; with ``swaps`` and ``in_place``, lists, dicts, deques and dataclasses are changed in
+    place until ``put_back``: a forward may write to those that it was given (a cache, a list of
+    losses). ``around``: the ids of the containers around it, which may be in it again.
     """
+    again = partial(map_tensors, change, swaps=swaps, in_place=in_place)
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)
     if kind is tuple:
-        items = [map_tensors(change, item, swaps, around) for item in value]
+        items = [again(item, around=around) for item in value]
         return value if all(map(is_, items, value)) else kind(items)
     if value is None or kind in (int, float, bool, str) or id(value) in around:
         return value
+    if not in_place and (held := [held for given, held, *_ in swaps or () if given is value]):
+        return held[0]  # given twice
     around += (id(value),)
     if kind in _WRITABLE or dataclasses.is_dataclass(kind):
-        pairs = [(key, old, map_tensors(change, old, swaps, around)) for key, old in _items(value)]
+        pairs = [(key, old, again(old, around=around)) for key, old in _items(value)]
         changed = [(key, old, new) for key, old, new in pairs if new is not old]
-        if changed and swaps is None:
+        given = value
+        if changed and (swaps is None or not in_place):
             value = copy.copy(value)
-        elif changed and swaps is not None:
-            new_ones = [new for _, _, new in changed]
-            swaps.append((value, new_ones, {id(new): old for _, old, new in changed}))
         for key, _, new in changed:
             _set(value, key, new)
+        if changed and swaps is not None:
+            before = {id(new): old for _, old, new in changed}
+            swaps.append((given, value, _items(value), before))
         return value
     leaves, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
     if len(leaves) == 1 and leaves[0] is value:
         return value  # nothing that torch knows how to open
-    items = [map_tensors(change, leaf, swaps, around) for leaf in leaves]
+    items = [again(leaf, around=around) for leaf in leaves]
     return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
 
 
 def put_back(swaps: Swaps) -> None:
-    """Undo changes in place, of what is still there; what somebody has written since stays."""
+    """Undo changes in place, of what is still there; what somebody has written since stays, and
+    what somebody has written to a copy is written to the given container."""
     while swaps:
-        container, _, before = swaps.pop()
-        for key, item in _items(container):
+        given, held, began, before = swaps.pop()
+        if held is not given:
+            _write_back(given, held, began, before)
+            continue
+        for key, item in _items(held):
             if id(item) in before:
-                _set(container, key, before[id(item)])
+                _set(held, key, before[id(item)])
+
+
+def _write_back(
+    given: Any, held: Any, began: list[tuple[Any, Any]], before: dict[int, Any]
+) -> None:
+    """Write to ``given`` what was written to ``held``, its copy, which ``began`` with these."""
+    now = _items(held)
+    if type(given) in (list, deque):
+        if [id(item) for _, item in now] != [id(item) for _, item in began]:
+            given.clear()
+            given.extend(before.get(id(item), item) for _, item in now)
+        return
+    first = dict(began)
+    for key, item in now:
+        if first.pop(key, held) is not item:
+            _set(given, key, before.get(id(item), item))
+    for key in first:  # taken out
+        given.pop(key, None)
 
 
 _WRITABLE = (list, deque, dict, OrderedDict, defaultdict)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.shard.containers import Swaps, cast_floats, put_back
@@ -339,7 +340,39 @@ def test_both_places_of_a_value_are_cast() -> None:
     assert made.x is made["x"] and made.x.dtype == torch.bfloat16 and given.x is given["x"]
     swaps: Swaps = []
     given.x = wide
-    cast_floats(given, torch.bfloat16, swaps)
-    assert given.x is given["x"] and given.x.dtype == torch.bfloat16
+    made = cast_floats(given, torch.bfloat16, swaps)
+    assert made.x is made["x"] and made.x.dtype == torch.bfloat16 and given.x is given["x"] is wide
     put_back(swaps)
     assert given.x is given["x"] is wide
+
+
+def recompute(given: dict[str, Any], linear: nn.Linear) -> Tensor:
+    return linear(given["x"]).tanh()  # type: ignore[no-any-return]
+
+
+class Recomputing(nn.Module):
+    """A checkpoint keeps a dict that forward was given, and forward writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: dict[str, Any], same: dict[str, Any]) -> Tensor:
+        hidden: Tensor = checkpoint(recompute, given, self.linear, use_reentrant=False)
+        given["losses"].append(hidden.mean())
+        given["hidden"], given["z"] = hidden, same.pop("y")
+        return hidden
+
+
+@on_ranks(2)
+def test_what_was_cast_is_recomputed_and_what_was_written_stays(rank: int, world_size: int) -> None:
+    net = Recomputing()
+    precision = sw.Precision(weights="bf16")
+    sw.fully_shard(net, **options_for("zero3", world_size), precision=precision)
+    x, y = vectors(rank).requires_grad_(), vectors(rank)
+    given: dict[str, Any] = {"x": x, "y": y, "losses": [x]}
+    hidden = net(given, given)
+    assert hidden is given["hidden"] and given["z"] is y and given["x"] is x and "y" not in given
+    assert given["losses"][0] is x and given["losses"][1].dtype == torch.bfloat16
+    (hidden.float().sum() + given["losses"][1]).backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
