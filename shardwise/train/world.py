@@ -76,8 +76,8 @@ def is_rank() -> bool:
 
 
 def changes_file() -> Path | None:
-    """Where a rank leaves the values of the configuration to start all ranks again with; None: not
-    our launcher has started them."""
+    """The file in which a rank leaves the configuration's values to start all ranks again with;
+    None where another launcher than ours started them."""
     stop = os.environ.get(STOP_FILE)
     return None if stop is None else Path(stop).with_name("changes.json")
 
