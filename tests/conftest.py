@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import hypothesis
 import pytest
 import torch.distributed as dist
 
@@ -65,6 +66,9 @@ def pytest_configure() -> None:
     thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
     keep_one_product()
+    # The same examples in every run; `--hypothesis-profile default` looks for others.
+    hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("suite")
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
         atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

@@ -48,6 +48,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -72,7 +73,11 @@ T = TypeVar("T")
 # How long the other ranks may go on once one has failed. Most are then stuck in a collective that
 # will never complete; the ones about to raise the same error get their traceback in.
 GRACE_SECONDS = 3.0
-STARTUP_SECONDS = 100.0
+# How long ranks may take, to start and for a call: what hangs, hangs for ever, and a machine that
+# others use too may be slow.
+PATIENCE_SECONDS = 240.0
+# How long ranks that are still running may take to write their stacks.
+STACK_SECONDS = 20.0
 # Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
 MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it.
@@ -93,7 +98,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: object,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_SECONDS,
     backend: str = "gloo",
     fresh: bool = False,
 ) -> list[T]:
@@ -216,7 +221,7 @@ class _Pool:
             there.close()  # so that the pipe ends when the process does
             self.processes.append(process)
             self.pipes.append(here)
-        self._collect("starting the ranks", STARTUP_SECONDS)
+        self._collect("starting the ranks", PATIENCE_SECONDS)
 
     def call(self, call: bytes, name: str, timeout: float) -> list[Any]:
         for pipe in self.pipes:
@@ -283,16 +288,28 @@ class _Pool:
             pid = self.processes[rank].pid
             if pid is not None and self.processes[rank].is_alive():
                 os.kill(pid, signal.SIGUSR1)
-        until = time.monotonic() + 2.0
-        while time.monotonic() < until and not all(self._read_stacks(rank) for rank in ranks):
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until and not all(self._has_answered(rank) for rank in ranks):
             time.sleep(0.02)
-        if ranks:
-            time.sleep(0.1)  # every file has begun; let the last lines land
         return {
             rank: f"still running after {seconds:.1f} s\n"
             + (self._read_stacks(rank) or "(it did not answer with its stacks)")
             for rank in ranks
         }
+
+    def _has_answered(self, rank: int) -> bool:
+        """Whether the stacks of a rank are whole. The file begins before the last line is written;
+        the thread that writes has the signal blocked until then."""
+        process = self.processes[rank]
+        if not process.is_alive():
+            return True
+        if not self._read_stacks(rank):
+            return False
+        blocked = 0
+        for path in Path(f"/proc/{process.pid}/task").glob("*/status"):
+            with contextlib.suppress(OSError):  # a thread that has ended
+                blocked |= int(re.findall(r"SigBlk:\s+(\w+)", path.read_text())[0], 16)
+        return not blocked >> signal.SIGUSR1 - 1 & 1
 
     def _stack_path(self, rank: int) -> str:
         return str(Path(self.folder.name) / f"stacks-{rank}.txt")

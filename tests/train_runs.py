@@ -54,7 +54,7 @@ TINY = TrainConfig(
     keep=3,
     sample=0,
     profile_step=0,
-    timeout=60.0,
+    timeout=240.0,
 )
 
 
@@ -170,8 +170,9 @@ def inside(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def default_signals() -> None:
     """In a child: whoever ran the tests may ignore some (nohup, a shell's background), and a
-    command that finds a signal ignored respects that."""
-    for number in (signal.SIGHUP, signal.SIGINT):
+    command that finds a signal ignored respects that. A rank that is a fork of its launcher would
+    ask all ranks to stop, as the launcher does, when it is told to end itself."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -221,7 +222,7 @@ class Forked:
         codes = [process.exitcode for process in self.processes]
         return None if None in codes else next((code for code in codes if code), 0)
 
-    def finish(self, timeout: float = 120) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 300) -> tuple[int, str, str]:
         """The first exit code that is not 0, and what all processes wrote."""
         for process in self.processes:
             process.join(timeout)
@@ -243,6 +244,7 @@ class Forked:
 
 
 _FORKED: list[Forked] = []
+_PORTS: list[socket.socket] = []
 
 
 def fork_ranks(*words: str, cwd: Path, nproc: int = 2) -> Forked:
@@ -264,9 +266,13 @@ def forked(*words: str, cwd: Path, nproc: int = 2) -> subprocess.CompletedProces
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
+    """A port for a server that says SO_REUSEADDR, as torch's does. It stays bound here, unlistened,
+    so that the kernel gives it to nobody else before that server comes."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _PORTS.append(held)
+    return int(held.getsockname()[1])
 
 
 def _forked(words: tuple[str, ...], cwd: str, variables: dict[str, str], out: str) -> None:
@@ -311,7 +317,7 @@ def _fork_rank(handler: Any, words: tuple[str, ...], env: dict[str, str]) -> Any
     return process._popen  # type: ignore[attr-defined]
 
 
-def wait_for_end(pids: list[int], seconds: float = 150) -> None:
+def wait_for_end(pids: list[int], seconds: float = 300) -> None:
     """Until processes that nobody waits for have ended."""
     limit = time.monotonic() + seconds
     while any(is_alive(pid) for pid in pids):
@@ -329,6 +335,8 @@ def is_alive(pid: int) -> bool:
 
 def stop_all() -> None:
     """End what was started and still runs."""
+    while _PORTS:
+        _PORTS.pop().close()
     while _FORKED:
         _FORKED.pop().kill()
     while _STARTED:
@@ -340,7 +348,7 @@ def stop_all() -> None:
             process.communicate()
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, str]:
     """Its exit code and what it said; nothing of it is left behind, whatever happens."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -373,7 +381,7 @@ def ranks_of(launcher: int) -> list[int]:
 def wait_until(
     ready: Callable[[], Any],
     process: subprocess.Popen[str] | Forked,
-    seconds: float = 150,
+    seconds: float = 300,
 ) -> Any:
     """What ``ready`` gives once it gives something; looks 50 times a second."""
     limit = time.monotonic() + seconds

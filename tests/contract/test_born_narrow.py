@@ -24,7 +24,6 @@ from tests.contract.helpers import (
 )
 from tests.ranks import on_ranks, run_ranks
 
-PATIENCE = 240.0  # seconds, on a machine that others use too
 WAYS = (*STRATEGIES, "data_parallel")
 
 
@@ -77,12 +76,12 @@ def train(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_small_steps_move_a_model_that_came_in_bf16(way: str) -> None:
-    found = run_ranks(train, ranks_for(way), way, timeout=PATIENCE)
+    found = run_ranks(train, ranks_for(way), way)
     assert all(share > 0.99 for share, _ in found), found
     assert not any(texts for _, texts in found), "nothing to warn about"
 
 
-@on_ranks(2, timeout=PATIENCE)
+@on_ranks(2)
 def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     """What is asked for is done; ``.to`` follows; fp64 and integers keep their dtype."""
     net = wrap(born(torch.bfloat16), world_size, precision=sw.Precision(main="bf16"))
@@ -95,7 +94,7 @@ def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     assert {p.dtype for p in net.parameters()} == {torch.float64}
 
 
-@on_ranks(2, timeout=PATIENCE)
+@on_ranks(2)
 def test_what_was_frozen_when_it_was_wrapped_and_is_trained_later_is_told(
     rank: int, world_size: int
 ) -> None:

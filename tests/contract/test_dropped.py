@@ -118,7 +118,7 @@ def test_ranks_whose_backward_passes_units_by_issue_what_others_do(
     strategy: str, weights: str, kept: int | None, cut: bool
 ) -> None:
     world_size = 4 if kept else ranks_for(strategy)
-    first, *others = run_ranks(dropped, world_size, strategy, weights, kept, cut, timeout=60)
+    first, *others = run_ranks(dropped, world_size, strategy, weights, kept, cut)
     assert len(first) > 100 and all(calls == first for calls in others)
 
 
@@ -209,7 +209,7 @@ def several(rank: int, world_size: int, kept: bool, frozen: bool) -> list[Call]:
 
 @pytest.mark.parametrize(("kept", "frozen"), [(False, False), (True, False), (False, True)])
 def test_units_that_ran_more_than_once_are_passed_by_once(kept: bool, frozen: bool) -> None:
-    first, second = run_ranks(several, 2, kept, frozen, timeout=30)
+    first, second = run_ranks(several, 2, kept, frozen)
     assert len(first) > 50 and first == second
 
 
@@ -284,5 +284,5 @@ def entered(rank: int, world_size: int) -> list[Call]:
 
 
 def test_units_that_are_used_in_part_reduce_when_others_do() -> None:
-    first, second = run_ranks(entered, 2, timeout=30)
+    first, second = run_ranks(entered, 2)
     assert len(first) > 12 and first == second

@@ -257,7 +257,7 @@ def disagree(rank: int, world_size: int, how: str) -> str:
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_wrap_different_modules_all_raise(how: str, world_size: int) -> None:
-    messages = run_ranks(disagree, world_size, how, timeout=20)
+    messages = run_ranks(disagree, world_size, how)
     assert len(messages) == world_size
     for message in messages:
         assert "rank" in message
@@ -270,7 +270,7 @@ def disagree_in_a_mesh(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_differ_on_two_axes_all_raise() -> None:
-    assert len(run_ranks(disagree_in_a_mesh, 4, timeout=20)) == 4
+    assert len(run_ranks(disagree_in_a_mesh, 4)) == 4
 
 
 def other_optimizers(rank: int, world_size: int) -> dict[str, str]:
@@ -308,7 +308,7 @@ def one_rank_fails(rank: int, world_size: int) -> str:
 
 
 def test_a_problem_on_one_rank_alone_raises_on_all() -> None:
-    assert len(run_ranks(one_rank_fails, 2, timeout=20)) == 2
+    assert len(run_ranks(one_rank_fails, 2)) == 2
 
 
 # ------------------------------------------------------------------------------ options

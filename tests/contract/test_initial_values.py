@@ -130,5 +130,5 @@ def random_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
 
 
 def test_a_random_write_on_one_rank_alone_is_named() -> None:
-    for message in run_ranks(random_on_one_rank, 2, "zero0", timeout=30, fresh=True):
+    for message in run_ranks(random_on_one_rank, 2, "zero0", fresh=True):
         assert "out of step" in message and "random" in message, message

@@ -217,12 +217,12 @@ def go_on(rank: int, world_size: int, strategy: str, where: str, weights: str) -
     + [(strategy, where) for strategy in MAIN_STRATEGIES for where in ("forward", "backward")],
 )
 def test_after_an_exception_and_zero_grad_training_is_right(strategy: str, where: str) -> None:
-    run_ranks(go_on, ranks_for(strategy), strategy, where, "fp32", timeout=40)
+    run_ranks(go_on, ranks_for(strategy), strategy, where, "fp32")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_mxfp8_weights_go_on(where: str) -> None:
-    run_ranks(go_on, 2, "zero3", where, "mxfp8_rowcol", timeout=40)
+    run_ranks(go_on, 2, "zero3", where, "mxfp8_rowcol")
 
 
 @pytest.mark.parametrize("microbatch", [False, True])
@@ -261,7 +261,7 @@ class Careful(Mined):
 
 
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-@on_ranks(ranks_for, timeout=40)
+@on_ranks(ranks_for)
 def test_an_exception_that_the_model_catches_itself(
     rank: int, world_size: int, strategy: str
 ) -> None:
@@ -282,7 +282,7 @@ def test_an_exception_that_the_model_catches_itself(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(ranks_for, timeout=40)
+@on_ranks(ranks_for)
 def test_an_interrupt_leaves_nothing_behind(rank: int, world_size: int, strategy: str) -> None:
     """Ctrl-C in a notebook, in forward or in backward; then the cell runs again."""
     net, plain = pair(Mined)

@@ -25,9 +25,8 @@ from torch import nn
 
 import shardwise as sw
 
-pytestmark = pytest.mark.timeout(600)
 at_exit: list[Path] = []  # the file in which a rank says how it ended
-SECONDS = 25.0  # from the last line of a script to the end of its process
+SECONDS = 150.0  # from the last line of a script to the end of its process
 WRAPPED = ("data_parallel", "zero1", "zero1 mxfp8")
 # How scripts end. The first holds a model of each kind, the others one under data_parallel: to fork
 # a rank, and to shut it down, costs more than all that it does.
@@ -90,7 +89,7 @@ def watch(ranks: dict[int, int], folder: Path) -> str:
     """How the ranks ended; those that have not SECONDS after their last line are killed."""
     begun: dict[int, float] = {}
     found = dict.fromkeys(ranks, "")
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 250
     while not all(found.values()):
         for rank, process in ranks.items():
             if not found[rank]:

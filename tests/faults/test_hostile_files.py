@@ -111,7 +111,7 @@ def path(pristine: Path, tmp_path: Path) -> Path:
 
 def assert_refused(path: Path, *words: str) -> None:
     exported = "rank-00000.json" not in words  # an export reads no file of a rank
-    [found] = run_ranks(refusals, 1, str(path), exported, timeout=2 * SECONDS)
+    [found] = run_ranks(refusals, 1, str(path), exported)
     for reader, text in found.items():
         for word in words:
             assert word in text, f"{reader}: {text}"

@@ -38,7 +38,6 @@ from tests.train_runs import (
 )
 
 # Machines are sometimes busy, and three processes import torch for each run.
-pytestmark = pytest.mark.timeout(400)
 CHANGES = {"steps": 100_000, "save_every": 5, "eval_every": 0}
 LAST = 20  # of the steps that are compared
 

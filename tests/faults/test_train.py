@@ -87,18 +87,42 @@ def test_a_run_is_alone_in_its_folder_and_begins_anew_if_it_never_saved(tmp_path
     assert [event["step"] for event in events_of(run, "resume")] == [0]
 
 
+STOPPING = """
+import os, signal
+from datetime import timedelta
+import torch
+from torch.distributed import distributed_c10d
+from shardwise.train.loop import Trainer
+
+train_step, wait = Trainer._train_step, distributed_c10d.Work.wait
+
+def stopping(trainer, guard):
+    if trainer.step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if trainer.step == 3:  # a wait ends after the run's timeout; no test waits so long
+        for group in distributed_c10d._world.pg_map:
+            given = group._get_backend(torch.device("cpu")).options._timeout
+            assert given == timedelta(seconds=trainer.config.timeout), given
+        distributed_c10d.Work.wait = lambda work: wait(work, timedelta(seconds=1))
+    return train_step(trainer, guard)
+
+if train_step.__name__ != "stopping":  # a recipe is read more than once
+    Trainer._train_step = stopping
+"""
+
+
 def test_a_stopped_rank_is_named_by_collective_and_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    name = write_recipe(tmp_path, f"{ENDLESS}, timeout=4.0")
+    name = write_recipe(tmp_path, f"{ENDLESS}, timeout=321.0")
+    with (tmp_path / "recipe.py").open("a") as recipe:
+        recipe.write(STOPPING)
     ranks = fork_ranks("train", name, "--out", "run", cwd=tmp_path)
-    wait_until(lambda: steps_done(run) >= 3, ranks)
-    os.kill(ranks.pids[1], signal.SIGSTOP)
     wait_until((run / "error-rank0.txt").exists, ranks)
     os.kill(ranks.pids[1], signal.SIGKILL)
     code, _, err = ranks.finish()
     assert code != 0
     (line,) = [line for line in err.splitlines() if line.startswith("error: rank 0")]
-    assert f"step {steps_done(run) + 1}:" in line, line
+    assert steps_done(run) == 3 and "step 4:" in line, line
     assert any(
         name in line for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     ), line

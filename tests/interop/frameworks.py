@@ -18,7 +18,6 @@ from torch import Tensor
 from shardwise.integrations.fsdp2 import in_place_of_torch
 
 VOCABULARY = 48
-SECONDS = 240.0  # the first test of a framework imports it on every rank
 
 
 def needs(*packages: str) -> None:

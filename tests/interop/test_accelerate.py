@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.shard.module import units_of
 from tests.interop.frameworks import (
     LIBRARIES,
-    SECONDS,
     accelerate_state,
     batch,
     mean_over_ranks,
@@ -23,8 +22,6 @@ from tests.interop.frameworks import (
     tiny_llama,
 )
 from tests.ranks import on_ranks, run_ranks
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 needs("accelerate", "transformers")
 
@@ -77,7 +74,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[fl
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2, timeout=SECONDS)
+@on_ranks(2)
 def test_losses_are_those_of_fsdp2(rank: int, world_size: int, name: str) -> None:
     """Digit for digit; both libraries train, and neither hands over the other's modules."""
     case = CASES[name]
@@ -95,7 +92,7 @@ def test_losses_are_those_of_fsdp2(rank: int, world_size: int, name: str) -> Non
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_states_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    run_ranks(check_states, 2, kind, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_states, 2, kind, str(tmp_path))
 
 
 def check_states(rank: int, world_size: int, kind: str, folder: str) -> None:

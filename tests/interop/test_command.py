@@ -29,7 +29,6 @@ from tests.train_runs import (
 )
 
 # Machines are sometimes busy, and a run is four processes that import torch.
-pytestmark = pytest.mark.timeout(400)
 
 SMALL = ("smoke", "--steps", "4", "--nproc", "2")
 

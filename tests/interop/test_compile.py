@@ -135,7 +135,7 @@ def test_a_compiled_function_may_call_backward_and_step(
 
 
 @pytest.mark.parametrize("format", ["mxfp8_rowcol", "fp8_block"])
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(
     rank: int, world_size: int, format: Any
 ) -> None:
@@ -182,7 +182,7 @@ EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_blocks_with_experts_are_one_graph_and_compute_the_same_bits(
     rank: int, world_size: int, kind: str
 ) -> None:

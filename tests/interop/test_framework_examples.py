@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.frameworks import SECONDS, accelerate_reset, launched
+from tests.interop.frameworks import accelerate_reset, launched
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGES = {
@@ -42,7 +40,7 @@ def test_an_example_learns(name: str) -> None:
     for package in PACKAGES[name]:
         pytest.importorskip(package)
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
-    said = run_ranks(run_example, 2, name, timeout=SECONDS)[0]
+    said = run_ranks(run_example, 2, name)[0]
     losses = [float(found) for found in re.findall(r"loss\W+([\d.]+)", said)]
     assert len(losses) >= 8 and losses[7] < losses[0], said
 

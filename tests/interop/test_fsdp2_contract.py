@@ -375,7 +375,7 @@ def run_case(rank: int, world_size: int, name: str, library: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_contract(name: str) -> None:
-    run_ranks(run_case, RANKS[name], name, "shardwise", timeout=60)
+    run_ranks(run_case, RANKS[name], name, "shardwise")
 
 
 # ------------------------------------------------------------------------------ the table
@@ -454,7 +454,7 @@ def run_table() -> None:
     for name in CASES:
         theirs, ours = (
             outcome(
-                partial(run_ranks, run_row, RANKS[name], name, library, timeout=60),
+                partial(run_ranks, run_row, RANKS[name], name, library),
                 TORCH_FAILS.get(name) if library == "torch" else None,
             )
             for library in LIBRARIES

@@ -6,17 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 
 import shardwise as sw
 from shardwise.shard.module import units_of
-from tests.interop.frameworks import SECONDS, launched, mean_over_ranks, needs
+from tests.interop.frameworks import launched, mean_over_ranks, needs
 from tests.models import loss_of, make_model, tokens
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 needs("lightning")
 
@@ -77,7 +74,7 @@ def check_fabric(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_fabric(tmp_path: Path) -> None:
-    run_ranks(check_fabric, 2, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_fabric, 2, str(tmp_path))
 
 
 def check_trainer(rank: int, world_size: int, folder: str) -> None:
@@ -146,4 +143,4 @@ def check_trainer(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_trainer(tmp_path: Path) -> None:
-    run_ranks(check_trainer, 2, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_trainer, 2, str(tmp_path))

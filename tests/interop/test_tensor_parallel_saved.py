@@ -39,14 +39,10 @@ from tests.tensor_parallel import (
 )
 from tests.whole import assert_same, whole_parameters, whole_state
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0
-
-
 # ------------------------------------------------------------------------------ state dicts
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_whole_state_dicts_go_in_and_out(rank: int, world_size: int) -> None:
     mesh = grid(2, 2)
     model = bucketed(mesh, sw.zero(1))
@@ -106,7 +102,7 @@ def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize("optimize", [adamw_of, muon_of], ids=["adamw", "muon"])
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_a_checkpoint_loads_into_any_other_mesh(
     rank: int, world_size: int, tmp_path: Path, optimize: Any
 ) -> None:
@@ -132,7 +128,7 @@ def test_a_checkpoint_loads_into_any_other_mesh(
     assert all(torch.equal(p, saved[name]) for name, p in alone.named_parameters())
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_torchs_checkpoints(rank: int, world_size: int, tmp_path: Path) -> None:
     """Written here and read by torch's fully_shard with tensor parallelism, and the other way
     round."""
@@ -157,7 +153,7 @@ def test_torchs_checkpoints(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole_states", [True, False], ids=["whole", "sharded"])
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_optimizer_states_go_through_torchs_helpers(
     rank: int, world_size: int, whole_states: bool
 ) -> None:

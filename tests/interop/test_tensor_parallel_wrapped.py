@@ -45,14 +45,10 @@ from tests.tensor_parallel import (
 )
 from tests.whole import assert_same, whole_parameters
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0
-
-
 # ------------------------------------------------------------------------------ at rest
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_a_parameter_at_rest_knows_its_pieces(rank: int, world_size: int) -> None:
     mesh, expected = grid(2, 2), dict(Net().named_parameters())
     model = sharded(mesh, sw.zero(3))
@@ -84,7 +80,7 @@ def test_a_parameter_at_rest_knows_its_pieces(rank: int, world_size: int) -> Non
             assert torch.equal(view, expected[name][box]), name
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_forward_sees_the_dtensor_that_the_user_made(rank: int, world_size: int) -> None:
     mesh = grid(2, 2)
     model, before = sharded(mesh, sw.zero(3)), tiled(mesh)
@@ -103,7 +99,7 @@ def test_forward_sees_the_dtensor_that_the_user_made(rank: int, world_size: int)
         assert mine.to_local().shape == parameter.to_local().shape
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_diagnosis_sees_all_ranks(rank: int, world_size: int) -> None:
     mesh, expected = grid(2, 2), Net()
     model = sharded(mesh, sw.zero(3))
@@ -118,7 +114,7 @@ def test_diagnosis_sees_all_ranks(rank: int, world_size: int) -> None:
     assert found.name.startswith("blocks.1.") and "on rank (1, 1): 1 NaN" in str(found)
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_initialisation_after_wrapping_draws_one_models_numbers(rank: int, world_size: int) -> None:
     def reset(model: nn.Module) -> None:
         torch.manual_seed(7)
@@ -138,7 +134,7 @@ def test_initialisation_after_wrapping_draws_one_models_numbers(rank: int, world
     assert loss_of(model, 0).item() == pytest.approx(loss_of(expected, 0).item(), rel=1e-5)
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_copies_over_tp_are_those_of_its_first_rank(rank: int, world_size: int) -> None:
     """Norms, embedding and head are plain tensors, which ranks with seeds of their own make each
     for itself: wrapped with values, and filled after wrapping."""
@@ -156,7 +152,7 @@ def test_copies_over_tp_are_those_of_its_first_rank(rank: int, world_size: int) 
         whole_parameters(model)  # asserts that copies are equal
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_copies_over_tp_that_will_drift_apart_are_told(rank: int, world_size: int) -> None:
     """Norms on a part of the sequence each, whose gradients nobody sums: torch is silent there."""
     mesh = grid(2, 2)
@@ -184,7 +180,7 @@ def test_copies_over_tp_that_will_drift_apart_are_told(rank: int, world_size: in
 # ------------------------------------------------------------------------------ other forms
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_a_scaled_loss_that_overflows_on_one_rank_stops_all(rank: int, world_size: int) -> None:
     """An infinite gradient in the tile of one rank of tp."""
     mesh = grid(2, 2)
@@ -229,7 +225,7 @@ def spmd(mesh: DeviceMesh) -> Small:
 
 @pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch has no dp_mesh_dims")
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)], ids=str)
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_dtensors_of_one_mesh_of_all_axes(
     rank: int, world_size: int, sizes: tuple[int, ...]
 ) -> None:
@@ -257,7 +253,7 @@ def test_dtensors_of_one_mesh_of_all_axes(
 
 
 @pytest.mark.parametrize("form", ["bf16", "offload", "trace", "keep", "neighbours", "recompute"])
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_options(rank: int, world_size: int, form: str) -> None:
     mesh = grid(2, 2)
     options: dict[str, Any] = {
@@ -284,7 +280,7 @@ def test_options(rank: int, world_size: int, form: str) -> None:
     assert torch.allclose(found[-1][norm], expected[-1][norm], atol=0.05)
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_microbatches_wait_for_the_last(rank: int, world_size: int) -> None:
     """Two microbatches under hsdp: gradients of norms, partial over tp, are summed and reduced."""
     mesh, expected = grid(2, 1, 2), Net()
@@ -301,7 +297,7 @@ def test_microbatches_wait_for_the_last(rank: int, world_size: int) -> None:
 # ------------------------------------------------------------------------------ torch.compile
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_compiled_blocks_have_the_gradients_of_eager_ones(rank: int, world_size: int) -> None:
     """Through AOTAutograd, which takes DTensors apart. Torch 2.13's FSDP2 gets no gradient of the
     embedding there: a block's input is still on its way."""
@@ -335,7 +331,7 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(rank: int, world_size:
 # ------------------------------------------------------------------------------ refused
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_size: int) -> None:
     mesh = grid(2, 2)
     narrow = nn.Linear(4, 1)  # one row for two ranks
@@ -389,7 +385,7 @@ class Mixed(nn.Module):
         return self.last(x + self.experts(x)[0])
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_experts_and_fp8_beside_cut_products(rank: int, world_size: int) -> None:
     mesh, plain = grid(2, 2), Mixed()
     rows = [torch.randn(6, 32, generator=torch.Generator().manual_seed(r)) for r in range(2)]

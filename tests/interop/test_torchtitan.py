@@ -27,11 +27,9 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.shard.state_dict import clean
-from tests.interop.frameworks import SECONDS, mean_over_ranks
+from tests.interop.frameworks import mean_over_ranks
 from tests.models import WORDS, Layer, tokens
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 LIBRARIES: dict[str, Any] = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
 CHUNKS = 2
@@ -260,9 +258,9 @@ def check_run(rank: int, world_size: int, skip_head: bool, outer: bool, folder: 
     [pytest.param(False, id="loss"), pytest.param(True, id="chunked loss", marks=CHUNKED)],
 )
 def test_losses_are_those_of_fsdp2(skip_head: bool, tmp_path: Path) -> None:
-    run_ranks(check_run, 2, skip_head, False, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_run, 2, skip_head, False, str(tmp_path))
 
 
 @CHUNKED
 def test_the_same_on_two_axes(tmp_path: Path) -> None:
-    run_ranks(check_run, 4, True, True, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_run, 4, True, True, str(tmp_path))

@@ -19,7 +19,6 @@ import shardwise as sw
 from shardwise.shard.module import units_of
 from tests.interop.frameworks import (
     LIBRARIES,
-    SECONDS,
     VOCABULARY,
     accelerate_state,
     batch,
@@ -28,8 +27,6 @@ from tests.interop.frameworks import (
     tiny_llama,
 )
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 needs("transformers")
 
@@ -78,7 +75,7 @@ def check_save_pretrained(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_save_pretrained_writes_whole_weights(tmp_path: Path) -> None:
-    run_ranks(check_save_pretrained, 2, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_save_pretrained, 2, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------ architectures
@@ -155,7 +152,7 @@ def test_architectures_train_sharded_and_load_again(tmp_path: Path) -> None:
     assert [re.sub(r"[^a-z\d]", "", one) for one in listed] == [
         kind.replace("_", "") for kind in ARCHITECTURES
     ]
-    run_ranks(check_architecture, 2, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_architecture, 2, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------ Trainer
@@ -222,4 +219,4 @@ def check_trainer(rank: int, world_size: int, folder: str) -> None:
 
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    run_ranks(check_trainer, 2, str(tmp_path), timeout=SECONDS)
+    run_ranks(check_trainer, 2, str(tmp_path))

@@ -23,9 +23,6 @@ from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_mo
 from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0  # seconds, on a machine that others use too
-
 # One replica takes the first of these, another the rest; the others go to one whole.
 SPLITS = {"layers.0.up.weight": Split.stacked(7, 13, 10)}
 MATRICES = ["layers.0.up.weight", "layers.0.down.weight"]
@@ -185,7 +182,7 @@ def check_program(rank: int, world_size: int, program: Callable[..., Any]) -> in
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_divided_and_repeated_matrices_give_the_same_bits(program: Callable[..., Any]) -> None:
-    assert all(run_ranks(check_program, 4, program, timeout=PATIENCE))
+    assert all(run_ranks(check_program, 4, program))
 
 
 # ------------------------------------------------------------------------------ what .grad says
@@ -237,7 +234,7 @@ def check_gradients(rank: int, world_size: int) -> dict[str, int]:
 
 
 def test_gradients_lie_on_one_replica_each_and_everybody_reads_them_right() -> None:
-    everyone = run_ranks(check_gradients, 4, timeout=PATIENCE)
+    everyone = run_ranks(check_gradients, 4)
     for name in MATRICES:
         assert sum(here[name] for here in everyone) == 300, name
     held = [sum(here.values()) for here in everyone]
@@ -270,9 +267,7 @@ def check_three_axes(rank: int, world_size: int, precision: str) -> list[int]:
 
 
 def test_two_axes_of_replicas_and_gradients_in_bf16() -> None:
-    by_matrix, evenly, repeated = zip(
-        *run_ranks(check_three_axes, 4, "bf16", timeout=PATIENCE), strict=True
-    )
+    by_matrix, evenly, repeated = zip(*run_ranks(check_three_axes, 4, "bf16"), strict=True)
     assert sum(by_matrix) == sum(evenly) == 4 * 300, "every momentum once"
     assert sorted(evenly) == [240, 320, 320, 320], "two buffers in parts of 160"
     assert repeated == (4 * 300,) * 4
@@ -316,7 +311,7 @@ def check_torch_checkpoint(rank: int, world_size: int, path: str, way: str) -> i
 
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_torch_writes_momenta_once_and_reads_them_anywhere(tmp_path: Path, way: str) -> None:
-    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), way, timeout=PATIENCE) == [52] * 4
+    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), way) == [52] * 4
 
 
 # ------------------------------------------------------------------------------ our checkpoints
@@ -346,4 +341,4 @@ def check_our_checkpoint(rank: int, world_size: int, path: str) -> int:
 
 
 def test_even_parts_are_saved_and_loaded_anywhere(tmp_path: Path) -> None:
-    assert all(run_ranks(check_our_checkpoint, 4, str(tmp_path / "saved"), timeout=PATIENCE))
+    assert all(run_ranks(check_our_checkpoint, 4, str(tmp_path / "saved")))

@@ -75,9 +75,9 @@ def used_twice(rank: int, world_size: int, kind: str, wrapping: str, way: str) -
 @pytest.mark.parametrize("kind", ["experts", "mxfp8_rowcol"])
 def test_gradients_of_all_uses_are_summed(kind: str, way: str) -> None:
     """One unit reduces when backward is over; small ones and buckets must not reduce before."""
-    (expected,) = run_ranks(used_twice, 1, kind, "one", way, timeout=60)
+    (expected,) = run_ranks(used_twice, 1, kind, "one", way)
     for wrapping in ("units", "buckets"):
-        for found in run_ranks(used_twice, 2, kind, wrapping, way, timeout=60):
+        for found in run_ranks(used_twice, 2, kind, wrapping, way):
             assert found.keys() == expected.keys()
             for name, value in found.items():
                 torch.testing.assert_close(value, expected[name], msg=f"{wrapping}: {name}")
@@ -101,19 +101,19 @@ def trained(
 
 
 def test_a_rank_without_tokens_keeps_nobody_waiting() -> None:
-    for found in run_ranks(trained, 2, (0, 5), False, True, timeout=60):
+    for found in run_ranks(trained, 2, (0, 5), False, True):
         assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
 def test_delayed_gradients_come_also_where_the_rows_need_none() -> None:
-    plain, delayed = (run_ranks(trained, 2, (3, 5), delay, False, timeout=60) for delay in (0, 1))
+    plain, delayed = (run_ranks(trained, 2, (3, 5), delay, False) for delay in (0, 1))
     for one, other in zip(plain, delayed, strict=True):
         for name, gradient in one.items():
             assert torch.equal(gradient, other[name]), name
 
 
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_whole_state_dict_holds_the_experts_of_all_ranks(
     rank: int, world_size: int, layout: str
 ) -> None:

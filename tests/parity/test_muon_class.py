@@ -26,9 +26,6 @@ from shardwise.placements import chunk_range
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0  # seconds, on a machine that others use too
-
 STEPS = 5
 
 
@@ -232,7 +229,7 @@ def test_under_fsdp2_one_exchange_serves_all_shapes(
         (1,): [],
         (2, 2): [("all_to_all", "dp"), ("all_to_all", "dp"), ("all_to_all", "dp_outer")],
     }.get(sizes, [("all_to_all", "dp")] * 2)
-    assert run_ranks(under_fsdp2, world_size, sizes, timeout=PATIENCE) == [expected] * world_size
+    assert run_ranks(under_fsdp2, world_size, sizes) == [expected] * world_size
 
 
 # ------------------------------------------------------------------------------ tensor parallel
@@ -263,7 +260,7 @@ def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
 
 
 def test_duplicated_is_exact() -> None:
-    found = run_ranks(duplicated, 2, timeout=PATIENCE)
+    found = run_ranks(duplicated, 2)
     # Matrices cut along rows, and along columns, by shape.
     assert sorted(found[0]) == [("all_gather", 4 * n) for n in (36, 84, 84)]
     assert found[0] == found[1]
@@ -283,7 +280,7 @@ def distributed(rank: int, world_size: int) -> tuple[float, list[str]]:
 
 
 def test_distributed_sums_gram_matrices_and_agrees_up_to_rounding() -> None:
-    for worst, calls in run_ranks(distributed, 2, timeout=PATIENCE):
+    for worst, calls in run_ranks(distributed, 2):
         assert worst < 2e-4
         assert calls == ["all_reduce"] * 3 * (1 + 4), "the largest element, then one per step"
 
@@ -316,7 +313,7 @@ def blockwise(rank: int, world_size: int) -> bool:
 
 
 def test_blockwise_is_muon_on_blocks() -> None:
-    assert run_ranks(blockwise, 2, timeout=PATIENCE) == [True, True], "and not the exact one"
+    assert run_ranks(blockwise, 2) == [True, True], "and not the exact one"
 
 
 def both(rank: int, world_size: int) -> None:
@@ -337,7 +334,7 @@ def both(rank: int, world_size: int) -> None:
 
 
 def test_fsdp2_over_tensor_parallel_weights_is_exact() -> None:
-    run_ranks(both, 4, timeout=PATIENCE)
+    run_ranks(both, 4)
 
 
 def replicated(rank: int, world_size: int) -> None:
@@ -350,7 +347,7 @@ def replicated(rank: int, world_size: int) -> None:
 
 
 def test_replicated_dtensors() -> None:
-    run_ranks(replicated, 2, timeout=PATIENCE)
+    run_ranks(replicated, 2)
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -366,7 +363,7 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_what_tensor_parallelism_cannot_do_is_refused() -> None:
-    for message in run_ranks(refused, 2, timeout=PATIENCE):
+    for message in run_ranks(refused, 2):
         assert "'odd' has 7 columns, which do not divide over 2 tensor-parallel ranks" in message
         assert "'fused' has a split heads(3), and tensor parallelism cuts its 6 rows" in message
 
@@ -402,7 +399,7 @@ def split_by_tp(rank: int, world_size: int) -> list[str]:
 
 
 def test_splits_that_tensor_parallelism_does_not_break_are_exact() -> None:
-    calls = run_ranks(split_by_tp, 4, timeout=PATIENCE)
+    calls = run_ranks(split_by_tp, 4)
     assert calls[0] == calls[1] and calls[2] == calls[3], "who share blocks share their gathers"
     # Three weights are cut, of 2, 3 and 2 matrices; those of one shape and owner come together.
     assert set(calls[0] + calls[2]) == {"all_gather"}

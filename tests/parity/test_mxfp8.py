@@ -87,7 +87,7 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_for(strategy)
-    seen = run_ranks(check_on_and_off, world_size, strategy, kind, format, timeout=180)
+    seen = run_ranks(check_on_and_off, world_size, strategy, kind, format)
     assert min(seen) > 2 * STEPS
 
 
@@ -103,10 +103,10 @@ def check_world(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
 
 
 def test_four_ranks_train_to_the_bits_of_two() -> None:
-    two = run_ranks(check_world, 2, "zero3", timeout=180)
+    two = run_ranks(check_world, 2, "zero3")
     assert not torch.equal(two[0]["loss 0.0"], two[1]["loss 0.0"]), "they see different data"
     for strategy in ("hsdp", "hfsdp"):
-        four = run_ranks(check_world, 4, strategy, timeout=180)
+        four = run_ranks(check_world, 4, strategy)
         for rank, found in enumerate(four):
             assert_same_bits(found, two[rank // 2], f"rank {rank} of four, {strategy}")
     assert any(name.endswith("column.codes") for name in two[0])
@@ -133,7 +133,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_overlap_memory_and_recomputation_do_not_change_a_bit(
     rank: int, world_size: int, strategy: str
 ) -> None:
@@ -174,9 +174,7 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
     + [("hfsdp", "fp8_block")],
 )
 def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, format: str) -> None:
-    for direct, staged in run_ranks(
-        check_transport, ranks_for(strategy), strategy, format, timeout=180
-    ):
+    for direct, staged in run_ranks(check_transport, ranks_for(strategy), strategy, format):
         assert 0 < direct < staged
 
 
@@ -202,7 +200,7 @@ def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
 
 
 def test_every_grain_trains_to_the_same_bits() -> None:
-    for rows, elements, tensors, _ in run_ranks(check_any_grain, 3, timeout=180):
+    for rows, elements, tensors, _ in run_ranks(check_any_grain, 3):
         assert rows and all(rows) and all(tensors)
         assert not all(elements), "blocks cut by elements travel as bf16"
 
@@ -214,7 +212,7 @@ def test_every_grain_trains_to_the_same_bits() -> None:
     ("stage", "format"),
     [(0, "mxfp8_rowcol"), (1, "mxfp8_rowcol"), (2, "mxfp8"), (1, "mxfp8_2d"), (1, "fp8_block")],
 )
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_data_parallel_trains_to_the_same_bits(
     rank: int, world_size: int, stage: int, format: Any
 ) -> None:
@@ -327,7 +325,7 @@ def check_resume(rank: int, world_size: int, path: str, other: str) -> int:
 
 
 def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    seen = run_ranks(check_resume, 2, str(tmp_path / "half way"), "zero1", timeout=180)
+    seen = run_ranks(check_resume, 2, str(tmp_path / "half way"), "zero1")
     assert min(seen) > STEPS
 
 
@@ -365,7 +363,7 @@ RIGHT = fp8_group.FP8Group._gather_staged
 
 
 @pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
     few: dict[str, Any] = {"steps": range(3)}  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8_rowcol", **few)

@@ -92,12 +92,12 @@ def test_an_embedding_in_mxfp8_is_one_quantised_at_use(
     strategy: str, format: str, tied: bool, options: dict[str, Any]
 ) -> None:
     world_size = ranks_for(strategy)
-    compared = run_ranks(check_on_and_off, world_size, strategy, format, tied, options, timeout=180)
+    compared = run_ranks(check_on_and_off, world_size, strategy, format, tied, options)
     assert compared == [3] * world_size, "its gradient at both ends, and its main weight"
 
 
 @pytest.mark.parametrize(("stage", "tied"), [(0, False), (1, True)])
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_data_parallel(rank: int, world_size: int, stage: int, tied: bool) -> None:
     placements = sw.zero(stage)
     runs = []
@@ -177,7 +177,7 @@ def check_load(rank: int, world_size: int, path: str, on: bool) -> dict[str, Ten
 
 def test_resumed_is_uninterrupted_and_any_world_takes_it(tmp_path: Path) -> None:
     path = str(tmp_path / "half way")
-    assert min(run_ranks(check_resume, 2, path, timeout=180)) > STEPS
+    assert min(run_ranks(check_resume, 2, path)) > STEPS
     three = run_ranks(check_load, 3, path, True)
     (one,) = run_ranks(check_load, 1, path, False)
     for found in three:
@@ -253,7 +253,7 @@ def through_codes(model: Any) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["init", "stale rows", "scales"])
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
     few = range(4)  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", False, "mxfp8_rowcol", False, steps=few)

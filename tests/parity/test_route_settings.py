@@ -76,7 +76,7 @@ def check_all(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_the_same_bits_under_every_strategy_and_after_a_load_into_another(tmp_path: Path) -> None:
-    run_ranks(check_all, 4, str(tmp_path), timeout=240.0)
+    run_ranks(check_all, 4, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from tests.tensor_parallel import (
     train,
 )
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0
 STEPS = 2  # the second has momentum
 OPTIMIZERS = {"adamw": adamw_of, "muon": muon_of}
 
@@ -42,7 +40,7 @@ def same_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], what:
 
 
 @pytest.mark.parametrize(("optimizer", "sequence"), [("adamw", False), ("muon", True)])
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) -> None:
     mesh, optimize = grid(2, 2), OPTIMIZERS[optimizer]
     mine = batches(STEPS, 2, data_rank(mesh))
@@ -68,7 +66,7 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
     [((1, 2, 2), "muon"), ((2, 1, 2), "adamw")],
     ids=str,
 )
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_three_axes(
     rank: int, world_size: int, sizes: tuple[int, int, int], optimizer: str
 ) -> None:

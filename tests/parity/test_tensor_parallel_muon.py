@@ -28,8 +28,6 @@ from tests.tensor_parallel import (
     whole,
 )
 
-pytestmark = pytest.mark.timeout(300)
-PATIENCE = 240.0
 STEPS = 2  # the second has momentum
 
 
@@ -75,14 +73,14 @@ def assert_same_bits(runs: list[list[dict[str, Tensor]]]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_exact_forms_are_those_of_one_process(rank: int, world_size: int, mode: str) -> None:
     runs = everywhere(mode)
     assert_same_bits(runs)
     assert_close(runs[0], one_process(muon_of, STEPS, 2))
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_blockwise_is_muon_on_tiles(rank: int, world_size: int) -> None:
     """As on torch's DTensors of tensor parallelism alone, which see all batches here."""
     runs = everywhere("blockwise")
@@ -107,7 +105,7 @@ class Attention(nn.Module):
         return self.out(self.qkv(x).tanh())
 
 
-@on_ranks(4, timeout=PATIENCE)
+@on_ranks(4)
 def test_a_split_within_tiles(rank: int, world_size: int) -> None:
     """Six matrices of 4 rows, three on each rank of tp: whole there, so no tile is gathered."""
     mesh = grid(2, 2)

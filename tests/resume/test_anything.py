@@ -22,7 +22,6 @@ from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, trained
 
 # The first test of a session starts ranks for four world sizes, which takes its time.
-pytestmark = pytest.mark.timeout(300)
 
 SOURCES = [
     ("plain", 1, None),

@@ -26,7 +26,6 @@ from tests.resume.helpers import Net, assert_equal, everything, make, train_step
 from tests.resume.test_anything import Counter
 
 # The first test of a session starts ranks for four world sizes, which takes its time.
-pytestmark = pytest.mark.timeout(300)
 
 BEFORE, AFTER = 3, 3
 

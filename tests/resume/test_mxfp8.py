@@ -26,8 +26,6 @@ from tests.parity.mxfp8_helpers import (
 )
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # the first test of a session starts ranks for four worlds
-
 
 def main_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}

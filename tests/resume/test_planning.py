@@ -26,7 +26,6 @@ from tests.resume import helpers
 from tests.resume.helpers import Net, everything, wrap
 
 # The first test of a session starts ranks for four world sizes, which takes its time.
-pytestmark = pytest.mark.timeout(300)
 
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 OTHERS = ("all_gather", "all_reduce", "broadcast", "barrier", "isend", "irecv", "reduce_scatter")

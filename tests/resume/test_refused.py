@@ -35,8 +35,6 @@ from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import trained
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Remembering(nn.Module):
     """Has an extra state, and refuses a bad one."""

@@ -272,7 +272,7 @@ shapes = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(shapes, min_size=1, max_size=5),
     st.integers(1, 7),
@@ -303,7 +303,7 @@ def test_any_matrices(
         assert ours.layout.starts == theirs.layout.starts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True),
     st.integers(1, 8),
@@ -325,7 +325,7 @@ def test_any_repeated_layers_are_unpadded(
     assert sum(bucket.layout.padding for bucket in buckets) <= payload // 64 + aligned
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9)), min_size=1, max_size=9),
     st.integers(1, 9),

@@ -390,7 +390,7 @@ def test_recorders_nest_and_end(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks(timeout=20)
+@on_ranks()
 def test_a_collective_that_is_dropped_takes_no_other_with_it(rank: int, world_size: int) -> None:
     """One rank is late, so that the others drop messages which cannot have come yet."""
     for numel in (LONG, 3):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.train.codecs import (
@@ -61,7 +61,6 @@ def texts(folder: Path, count: int = 30) -> Path:
 # -------------------------------------------------------------------------------------- holding out
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(2, 400), min_size=1, max_size=60), st.sampled_from([0.05, 0.2, 0.5]))
 def test_every_byte_is_in_one_part(sizes: list[int], fraction: float) -> None:
     documents = [

@@ -49,7 +49,6 @@ def windows_of(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 # ------------------------------------------------------------------------------------ permutations
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 100))
 def test_every_index_goes_to_one_place(size: int, seed: int, epoch: int) -> None:
     found = permute(np.arange(size), size, seed, epoch)
@@ -85,7 +84,7 @@ def test_a_trillion_windows_need_no_memory() -> None:
 splits = st.sampled_from([(1, 12), (2, 12), (3, 12), (4, 12), (2, 2), (3, 3), (4, 8), (1, 1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_windows=st.integers(1, 70),
     phases=st.lists(st.tuples(splits, st.integers(1, 5)), min_size=1, max_size=4),
@@ -183,7 +182,7 @@ def test_the_saved_order_wins_over_another_seed() -> None:
 # ---------------------------------------------------------------------------------------- held out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(2, 60),
     world_size=st.integers(1, 4),

@@ -224,7 +224,6 @@ def text_of(symbols: np.ndarray) -> list[bytes]:
     return [part[:-1].astype(np.uint8).tobytes() for part in parts[:-1]]
 
 
-@settings(deadline=None)
 @given(documents)
 def test_bytes_come_back(texts: list[bytes]) -> None:
     codec = Bytes()
@@ -248,7 +247,7 @@ def test_byte_pairs_come_back(byte_pairs: Pieces, caplog: pytest.LogCaptureFixtu
     byte_pairs.encode(["déjà vu".encode("latin-1")])
     assert r"text is not UTF-8 (b'd\xe9j\xe0 vu')" in caplog.text
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(documents)
     def check(texts: list[bytes]) -> None:
         tokens = byte_pairs.encode(texts)

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 
 @pytest.mark.skipif(INSIDE, reason="this is that process")
-@pytest.mark.timeout(400)
 def test_kernels_in_the_interpreter() -> None:
     kinds = ("", "grouped_", "fp8_block_", "mxfp8_")
     run_inside(*(f"test_{kind}kernels.py" for kind in kinds))

@@ -200,7 +200,7 @@ def sharded(rank: int, world_size: int) -> list[str]:
 
 
 def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:
-    kept = run_ranks(sharded, 2, timeout=100)
+    kept = run_ranks(sharded, 2)
     names = [name for one in kept for name in one]
     assert names and len(set(names)) < len(LOCAL) + 1
     assert set(names) <= LOCAL

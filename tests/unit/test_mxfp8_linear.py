@@ -216,7 +216,7 @@ class AtUse(nn.Module):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-@on_ranks(2, timeout=110)
+@on_ranks(2)
 def test_gathered_parameters_keep_the_protocol(rank: int, world_size: int, level: int) -> None:
     losses: list[list[Tensor]] = []
     weights = []
