@@ -20,6 +20,7 @@ largest are lost in R's rounding until the first iterations have raised them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 Triple = tuple[float, float, float]
@@ -173,6 +174,7 @@ def num_grams(polynomial: Polynomial, form: Form) -> int:
     return own + (polynomial.nested and form != "block")
 
 
+@cache
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
     """The form with the least measured cost. Only the shape decides: a matrix's bits must not
     depend on the number of matrices that are orthogonalised with it."""

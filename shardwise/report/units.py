@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Axis
 from shardwise.memory import separate_ledger
-from shardwise.mesh import PretendedMesh
+from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
 from shardwise.shard.checks import spread_linear
@@ -107,11 +107,11 @@ class ToWrap:
     def wrapped(self, options: Options, rank: int) -> nn.Module:
         """A copy of the model as one rank of the mesh has it: wrapped, and without values."""
         copied, copies = _copied(self.model)
-        backend = "gloo" if options.device == "cpu" else "nccl"
-        meshes = {ep: _mesh(options, rank, ep, backend) for ep in (1, options.ep)}
+        ranks = {ep: ranks_at(options, rank, ep) for ep in (1, options.ep)}
+        meshes = {ep: one.mesh for ep, one in ranks.items()}
         for module in copied.modules():
             if isinstance(module, GroupedLinear) and module.is_spread:
-                module.axis = Axis.pretended("ep", options.ep, rank % options.ep, backend)
+                module.axis = ranks[options.ep].others
         common: dict[str, Any] = {
             "placements": options.placements,
             "precision": options.precision,
@@ -158,9 +158,12 @@ def price_of_whole(source: ToWrap, options: Options) -> str:
     )
 
 
-def _mesh(options: Options, rank: int, ep: int, backend: str) -> PretendedMesh:
-    mesh = options.mesh.without(ep)
-    return PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
+def ranks_at(options: Options, rank: int, ep: int) -> Ranks:
+    """The mesh as one of its ranks sees it; that of parameters that are spread over ``ep`` ranks."""
+    mesh, backend = options.mesh.without(ep), "gloo" if options.device == "cpu" else "nccl"
+    pretended = PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
+    others = None if ep == 1 else Axis.pretended("ep", ep, rank % ep, backend)
+    return Ranks(pretended, others)
 
 
 def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
