@@ -115,7 +115,7 @@ class Engine:
         """One step from rest; ``forward`` returns what backward starts from."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._settles and not self.walked:
+        if self._first_is_other and not self.walked:
             self._step(forward, count)
         self.ledger.reset_peak()
         if self.follower is not None:
@@ -142,7 +142,7 @@ class Engine:
         )
 
     @property
-    def _settles(self) -> bool:
+    def _first_is_other(self) -> bool:
         """Whether the first step is not like the others: it gathers weights that nobody will write,
         or that later steps gather themselves, and makes memory to decode in."""
         frozen = any(not group.trainable for group in self.groups)

@@ -159,7 +159,7 @@ def price_of_whole(source: ToWrap, options: Options) -> str:
 
 
 def ranks_at(options: Options, rank: int, ep: int) -> Ranks:
-    """The mesh as one of its ranks sees it; that of parameters that are spread over ``ep`` ranks."""
+    """The mesh as one of its ranks sees it: that of parameters spread over ``ep`` ranks."""
     mesh, backend = options.mesh.without(ep), "gloo" if options.device == "cpu" else "nccl"
     pretended = PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
     others = None if ep == 1 else Axis.pretended("ep", ep, rank % ep, backend)

@@ -353,7 +353,7 @@ class Runtime:
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
-        self._settle(units, graph_kept=self.keeps_graph)
+        self._conclude(units, graph_kept=self.keeps_graph)
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
@@ -393,10 +393,10 @@ class Runtime:
         for unit in units:
             unit.reduce_waiting()
         self.drain()
-        self._settle(units, graph_kept=False)
+        self._conclude(units, graph_kept=False)
         _refuse_missing(missing)
 
-    def _settle(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
+    def _conclude(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
         """Nothing runs any more: release weights, let the host see gradients."""
         for unit in units:
             unit.release_unused(graph_kept)
