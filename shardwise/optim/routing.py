@@ -44,9 +44,7 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_EMBEDDINGS = ("embedding", "embeddings")  # classes of others that hold a table
 _FUSED = re.compile(
-    r"qkv|c_attn|in_proj|query_key_value|kv_proj|kv_[ab]_proj|w_pack"
-    r"|gate_up|up_gate|w13|linear_fc1",
-    re.I,
+    r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
 )
 _RECURRENT = re.compile(r"(^|_)(a_log|log_a|time_decay|time_first|time_mix|decay|state)", re.I)
 _POSITIONS = re.compile(r"rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)", re.I)
