@@ -142,8 +142,8 @@ class Runtime:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
         warn_of_heads(root, list(units))
-        same_over_tiles(list(units))
         groups = [group for inner in units for group in inner.groups]
+        same_over_tiles(groups)
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),
             list(units),
@@ -372,7 +372,7 @@ class Runtime:
         whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
         if self._copies_unknown and whole:
             self._copies_unknown = False
-            warn_of_unlike_gradients(units)
+            warn_of_unlike_gradients(group for unit in units for group in unit.groups)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in units that only earlier microbatches used: this one is the last."""
