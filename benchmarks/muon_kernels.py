@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Row, Table
-from shardwise.kernels.forms import Form, Polynomial, Tile, Triple, choose, flop
+from shardwise.kernels.forms import Form, Polynomial, ProductTile, Triple, choose, flop
 from shardwise.kernels.newton_schulz import orthogonalise
 from shardwise.optim.presets import DEFAULT, PRESETS
 
@@ -142,8 +142,8 @@ def run_newton_schulz(tiny: bool) -> list[Table]:
 # -------------------------------------------------------------------------------------- the sweep
 
 
-def candidates() -> list[Tile]:
-    make = functools.partial(Tile, step=64)
+def candidates() -> list[ProductTile]:
+    make = functools.partial(ProductTile, step=64)
     wide = [
         make(rows=128, columns=256, warps=8, stages=stages, persistent=persistent, flatten=flatten)
         for stages, (persistent, flatten) in itertools.product(
@@ -162,7 +162,7 @@ def candidates() -> list[Tile]:
 SIDES = ((512, 256), (256, 512), (128, 1024), (48, 2048), (12, 4096), (3, 8192))
 
 
-def operations(tile: Tile, count: int, side: int) -> dict[str, Callable[[], object]]:
+def operations(tile: ProductTile, count: int, side: int) -> dict[str, Callable[[], object]]:
     from shardwise.kernels.product import product
     from shardwise.kernels.symmetric import symmetric_product
 
@@ -182,7 +182,7 @@ def operations(tile: Tile, count: int, side: int) -> dict[str, Callable[[], obje
 UNITS = {"gram": 2, "gram_tall": 2, "shifted": 1, "product": 4, "product_tall": 4}
 
 
-def compile_tile(tile: Tile) -> list[str]:
+def compile_tile(tile: ProductTile) -> list[str]:
     """In a process of its own: the compiler is serial and the machine has many cores."""
     problems = []
     for name, run in operations(tile, 1, 512).items():

@@ -162,7 +162,7 @@ def sweep(copy: float, repeat: int, shape: tuple[int, int]) -> report.Table:
 
     case = Case(shape)
     rows: list[report.Row] = []
-    tiles = [kernels.Tile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
+    tiles = [kernels.StripTile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
     for blocks in ((ROW, COLUMN), (ROW,), (COLUMN,), (SQUARE,)):
         planes = empty_planes(shape, blocks, "cuda")
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}

@@ -60,7 +60,7 @@ def check_planes(
     rounding: Rounding = "rceil",
     native: bool | None = None,
     offset: int = 0,
-    tile: kernels.Tile | None = None,
+    tile: kernels.StripTile | None = None,
 ) -> None:
     """Kernel against definition; ``offset`` puts the codes at an unaligned address."""
     planes = []
@@ -158,7 +158,7 @@ def every_tile_that_is_used_or_swept() -> None:
     x = torch.cat([x for _, x in reference.exhaustive()][::9])  # every ninth scale
     x = x[: len(x) // 2048 * 2048].view(-1, 2048)
     x[7, 5::97] = float("nan")
-    swept = [kernels.Tile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
+    swept = [kernels.StripTile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
     for tile in {*kernels.TILES.values(), kernels.DECODE_TILE, *swept}:
         check_planes(x, (ROW, COLUMN), tile=tile)
         check_planes(x, (SQUARE,), tile=tile)

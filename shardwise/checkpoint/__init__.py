@@ -15,7 +15,7 @@ from shardwise.checkpoint.errors import (
 from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Report, verify
+from shardwise.checkpoint.reading import Verification, verify
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.store import Store, valid_checkpoints
 
@@ -24,10 +24,10 @@ __all__ = [
     "DamagedError",
     "Manifest",
     "MismatchError",
-    "Report",
     "SaveError",
     "Store",
     "UnsafeError",
+    "Verification",
     "export",
     "load",
     "save",

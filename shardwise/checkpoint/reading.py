@@ -221,7 +221,7 @@ def _slices(low: list[int], high: list[int], offsets: Iterable[int]) -> tuple[sl
 
 
 @dataclass
-class Report:
+class Verification:
     """The result of ``verify``; ``problems`` is empty for a sound checkpoint."""
 
     path: Path
@@ -259,14 +259,14 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(path: str | os.PathLike[str]) -> Report:
+def verify(path: str | os.PathLike[str]) -> Verification:
     """Check a checkpoint as ``load`` does, for all ranks, without a model or a process group.
 
     A load refuses what is reported here. Checked are sizes and every sha256; then, if the bytes
     are as written, their meaning: the index, the optimizer's groups, each rank's random states and
     extra.
     """
-    report = Report(Path(os.path.abspath(path)))
+    report = Verification(Path(os.path.abspath(path)))
     with report.collecting():
         report.manifest = Manifest.read(report.path)
     if report.manifest is None:
@@ -285,7 +285,7 @@ def verify(path: str | os.PathLike[str]) -> Report:
     return report
 
 
-def _check_contents(report: Report, checkpoint: Checkpoint) -> None:
+def _check_contents(report: Verification, checkpoint: Checkpoint) -> None:
     entries = checkpoint.index.values()
     report.num_tensors = len(entries)
     report.num_elements = sum(math.prod(entry.shape) for entry in entries)

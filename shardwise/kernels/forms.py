@@ -20,6 +20,7 @@ largest are lost in R's rounding until the first iterations have raised them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 Triple = tuple[float, float, float]
@@ -120,7 +121,7 @@ def stages(step: Step, *, constant: bool = True) -> list[Triple]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class ProductTile:
     """The static configuration of one matrix-product kernel; never tuned at run time."""
 
     rows: int
@@ -140,7 +141,7 @@ class Tile:
 # best of ten, or within a few percent of it, for every side and product. Narrower tiles read more
 # from L2; more stages leave no room for the store; and since the chip is at its power limit in long
 # runs (fp16 products fall from 700 to 620 TFLOP/s), finer choices are lost in the noise.
-WIDE = Tile(rows=128, columns=256, step=64, warps=8, stages=3, persistent=True, flatten=True)
+WIDE = ProductTile(rows=128, columns=256, step=64, warps=8, stages=3, persistent=True, flatten=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,7 @@ def num_grams(polynomial: Polynomial, form: Form) -> int:
     return own + (polynomial.nested and form != "block")
 
 
+@cache
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
     """The form with the least measured cost. Only the shape decides: a matrix's bits must not
     depend on the number of matrices that are orthogonalised with it."""

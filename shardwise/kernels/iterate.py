@@ -18,8 +18,8 @@ from shardwise.kernels.forms import (
     VALUE_SCALE,
     WIDE,
     Polynomial,
+    ProductTile,
     Step,
-    Tile,
     Triple,
     stages,
 )
@@ -31,7 +31,7 @@ from shardwise.kernels.symmetric import symmetric_product, tiles_per_matrix
 class Products:
     """The kernels with this batch's shape, orientation and tiles filled in."""
 
-    def __init__(self, values: Tensor, tile: Tile) -> None:
+    def __init__(self, values: Tensor, tile: ProductTile) -> None:
         count, rows, columns = values.shape
         self.tall = rows > columns
         self.size = min(rows, columns)
@@ -156,7 +156,7 @@ def first_gram(
     return gram, factors(inverse, squares, GRAM_SCALE, polynomial.safety)
 
 
-def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
+def direct(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
     products = Products(packed.values, tile)
     gram, first = first_gram(products, packed, polynomial)
     rescale: Factors | None = first
@@ -177,7 +177,7 @@ def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     return x
 
 
-def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
+def gram(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
     """The Gram iteration: X is multiplied by one Q at the restart, and by one at the end.
 
     With z an iteration's polynomial of R without ``a``, R becomes (z + a)·R·(z + a). Q is

@@ -35,7 +35,7 @@ Planes = Mapping[tuple[int, int], tuple[Tensor, Tensor]]  # by block: codes, sca
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class StripTile:
     """The work of one program: 32 rows of ``strips`` strips of 32 columns."""
 
     strips: int
@@ -46,12 +46,12 @@ class Tile:
 # Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps split the rows of a column
 # between them and meet in shared memory, which costs a column plane half its speed.
 TILES = {
-    "both": Tile(strips=4, warps=2),
-    "row": Tile(strips=8, warps=8),
-    "column": Tile(strips=4, warps=2),
-    "square": Tile(strips=8, warps=4),
+    "both": StripTile(strips=4, warps=2),
+    "row": StripTile(strips=8, warps=8),
+    "column": StripTile(strips=4, warps=2),
+    "square": StripTile(strips=8, warps=4),
 }
-DECODE_TILE = Tile(strips=8, warps=8)
+DECODE_TILE = StripTile(strips=8, warps=8)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def encode(
     *,
     rceil: bool = True,
     native: bool | None = None,
-    tile: Tile | None = None,
+    tile: StripTile | None = None,
 ) -> None:
     """Fill ``planes``; a row and a column plane in one pass, a square one in another."""
     rows, columns = x.shape
@@ -263,7 +263,7 @@ def decode(
     out: Tensor,  # [rows, columns], contiguous, bf16 or fp32
     *,
     native: bool | None = None,
-    tile: Tile | None = None,
+    tile: StripTile | None = None,
 ) -> None:
     rows, columns = codes.shape
     chosen = tile or DECODE_TILE

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.forms import Tile
+from shardwise.kernels.forms import ProductTile
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import programs
 
@@ -79,7 +79,7 @@ def product(
     q: Tensor,  # [n, m, m], symmetric
     x: Tensor,  # [n, m, k], or [n, k, m] where tall
     out: Tensor,  # like x, not x
-    tile: Tile,
+    tile: ProductTile,
     *,
     alpha: float = 1.0,
     scales: Tensor | None = None,

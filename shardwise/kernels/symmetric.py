@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.forms import Tile
+from shardwise.kernels.forms import ProductTile
 from shardwise.kernels.launch import boxes, run
 
 
@@ -177,7 +177,7 @@ def symmetric_product(
     a: Tensor,  # [n, m, k], or [n, k, m] where tall
     b: Tensor,  # like a; alike too in what it spans, so that the product is symmetric
     out: Tensor,  # [n, m, m], neither a nor b; c is read block by block, so it may be out
-    tile: Tile,
+    tile: ProductTile,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
@@ -229,7 +229,7 @@ def symmetric_product(
     return out
 
 
-def tiles_of(size: int, tile: Tile) -> tuple[int, int]:
+def tiles_of(size: int, tile: ProductTile) -> tuple[int, int]:
     """The numbers of (tiles, squares beside wide tiles) of one matrix."""
     blocks = -(-size // tile.rows)
     if tile.columns == tile.rows:
@@ -237,11 +237,11 @@ def tiles_of(size: int, tile: Tile) -> tuple[int, int]:
     return blocks * blocks // 4, -(-blocks // 2)
 
 
-def tiles_per_matrix(size: int, tile: Tile) -> int:
+def tiles_per_matrix(size: int, tile: ProductTile) -> int:
     return sum(tiles_of(size, tile))
 
 
-def programs(tiles: int, tile: Tile, device: torch.device) -> int:
+def programs(tiles: int, tile: ProductTile, device: torch.device) -> int:
     if not tile.persistent:
         return tiles
     return min(tiles, multiprocessors(device))

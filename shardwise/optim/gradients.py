@@ -87,8 +87,7 @@ def state_cut(parameter: ShardedTensor) -> Cut:
 
 def zero_state(parameter: Tensor) -> Tensor:
     """An optimizer state of zeros, stored like the parameter's gradient."""
-    if division_of(parameter) is not None:
-        assert isinstance(parameter, ShardedTensor)
+    if isinstance(parameter, ShardedTensor):
         cut = state_cut(parameter)
         return ShardedTensor(local_of(parameter).new_zeros(cut.local_shape), cut)
     with torch.no_grad():

@@ -43,9 +43,8 @@ _WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_EMBEDDINGS = ("embedding", "embeddings")  # classes of others that hold a table
-_FUSED_NAMES = (
-    *("qkv", "c_attn", "in_proj", "query_key_value", "kv_proj", "kv_a_proj", "kv_b_proj", "w_pack"),
-    *("gate_up", "up_gate", "w13", "linear_fc1"),
+_FUSED = re.compile(
+    r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
 )
 _RECURRENT = re.compile(r"(^|_)(a_log|log_a|time_decay|time_first|time_mix|decay|state)", re.I)
 _POSITIONS = re.compile(r"rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)", re.I)
@@ -289,7 +288,7 @@ def _suspicions(name: str, parameter: Tensor, chosen: Route, known: _Known) -> t
     shape = chosen.shape_of(parameter.shape)
     leaf = name.rpartition(".")[2]
     if chosen.kind == "matrix":
-        if chosen.split is None and any(word in name.lower() for word in _FUSED_NAMES):
+        if chosen.split is None and _FUSED.search(name):
             found.append("looks like a fused weight and has no split")
         if shape in known.vocabularies:
             found.append("is shaped like an embedding: such weights do better with AdamW")

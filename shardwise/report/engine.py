@@ -32,7 +32,7 @@ from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Moment, Options
-from shardwise.report.units import META
+from shardwise.report.units import META, ranks_at
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from shardwise.shard.runtime import Runtime
@@ -56,9 +56,23 @@ class Engine:
         lanes = root._comm_ctx.lanes = Lanes(META)
         lanes.asynchronous = self.options.device != "cpu"
         Runtime.start(root, self.model)
+        self._begin()
+
+    def _begin(self) -> None:
         for group in self.groups:
             group.show_whole()
         self._add_optimizer()
+
+    def pose_as(self, rank: int) -> None:
+        """Stand for another rank than rank 0: the same units, with that rank's pieces."""
+        if rank == 0:
+            return
+        ranks = {ep: ranks_at(self.options, rank, ep) for ep in (1, self.options.ep)}
+        for unit in self.units:
+            for group in unit.groups:
+                group.ranks = ranks[1 if group.ranks.others is None else self.options.ep]
+            unit.adopt()
+        self._begin()
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -101,7 +115,7 @@ class Engine:
         """One step from rest; ``forward`` returns what backward starts from."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._settles and not self.walked:
+        if self._first_is_other and not self.walked:
             self._step(forward, count)
         self.ledger.reset_peak()
         if self.follower is not None:
@@ -128,7 +142,7 @@ class Engine:
         )
 
     @property
-    def _settles(self) -> bool:
+    def _first_is_other(self) -> bool:
         """Whether the first step is not like the others: it gathers weights that nobody will write,
         or that later steps gather themselves, and makes memory to decode in."""
         frozen = any(not group.trainable for group in self.groups)

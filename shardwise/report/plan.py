@@ -295,13 +295,8 @@ class _Step:
     def _plan(self, options: Options, rank: int | None, search: bool) -> Plan:
         with separate_ledger() as ledger:
             engine = Engine(options, ledger, self.source.wrapped(options, rank or 0))
-            most = rank or 0
             if rank is None and engine.matrix_groups:
-                most = heaviest(engine.matrix_groups, options.mesh.num_ranks)
-            if most == (rank or 0):
-                return self._figures(engine, search)
-        with separate_ledger() as ledger:
-            engine = Engine(options, ledger, self.source.wrapped(options, most))
+                engine.pose_as(heaviest(engine.matrix_groups, options.mesh.num_ranks))
             return self._figures(engine, search)
 
     def _figures(self, engine: Engine, search: bool) -> Plan:

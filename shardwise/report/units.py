@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Axis
 from shardwise.memory import separate_ledger
-from shardwise.mesh import PretendedMesh
+from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
 from shardwise.shard.checks import spread_linear
@@ -107,11 +106,10 @@ class ToWrap:
     def wrapped(self, options: Options, rank: int) -> nn.Module:
         """A copy of the model as one rank of the mesh has it: wrapped, and without values."""
         copied, copies = _copied(self.model)
-        backend = "gloo" if options.device == "cpu" else "nccl"
-        meshes = {ep: _mesh(options, rank, ep, backend) for ep in (1, options.ep)}
+        data, experts = (ranks_at(options, rank, ep) for ep in (1, options.ep))
         for module in copied.modules():
             if isinstance(module, GroupedLinear) and module.is_spread:
-                module.axis = Axis.pretended("ep", options.ep, rank % options.ep, backend)
+                module.axis = experts.others
         common: dict[str, Any] = {
             "placements": options.placements,
             "precision": options.precision,
@@ -124,9 +122,9 @@ class ToWrap:
             module = copies[id(one)]
             found = find_parameters([module], common["ignored_params"])
             names += [f.name for f in found]
-            spread = {f.name: meshes[options.ep] for f in found if spread_linear(f) is not None}
+            spread = {f.name: experts.mesh for f in found if spread_linear(f) is not None}
             alone = len(spread) == len(found) > 0  # experts that are a unit by themselves
-            common["mesh"] = meshes[options.ep if alone else 1]
+            common["mesh"] = experts.mesh if alone else data.mesh
             common["meshes"] = spread if spread and not alone else None
             if options.bucket_mb is None:
                 fully_shard(
@@ -158,9 +156,12 @@ def price_of_whole(source: ToWrap, options: Options) -> str:
     )
 
 
-def _mesh(options: Options, rank: int, ep: int, backend: str) -> PretendedMesh:
-    mesh = options.mesh.without(ep)
-    return PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
+def ranks_at(options: Options, rank: int, ep: int) -> Ranks:
+    """The mesh as one of its ranks sees it: that of parameters spread over ``ep`` ranks."""
+    mesh, backend = options.mesh.without(ep), "gloo" if options.device == "cpu" else "nccl"
+    pretended = PretendedMesh(mesh.names, mesh.sizes, mesh.coordinate(rank // ep), backend)
+    others = None if ep == 1 else Axis.pretended("ep", ep, rank % ep, backend)
+    return Ranks(pretended, others)
 
 
 def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
@@ -170,34 +171,25 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
     for unit in units:
         unit.hide()  # the parameters at rest: names, shapes and dtypes as they were
     copies: dict[int, Any] = {id(unit): None for unit in units}
-    held = [one for module in model.modules() for one in vars(module).values()]
+    modules = list(model.modules())
+    for module in modules:  # wrapped ones refuse to be copied: of the classes that they had
+        kind = type(module).__mro__[ShardedModule._orig_cls_mro_index if unit_of(module) else 0]
+        copies[id(module)] = object.__new__(kind)
+    held = [one for module in modules for one in vars(module).values()]
     for tensor in (*model.buffers(), *(one for one in held if isinstance(one, Tensor))):
         copies[id(tensor)] = torch.empty_like(tensor, device=META)
     copies |= {id(parameter): _stand_in(parameter) for parameter in model.parameters()}
-    with _own_classes(model):
-        for module in [*model.modules()][::-1]:  # inner before outer: what is copied is found again
-            for value in vars(module).values():
-                if type(value) in (dict, OrderedDict, set) and not value:
-                    copies[id(value)] = type(value)()  # most are: a module has twenty for hooks
-                    continue
+    for module in modules:
+        made = vars(copies[id(module)])
+        for name, value in vars(module).items():
+            if type(value) in (dict, OrderedDict, set) and not value:  # a module has 15 for hooks
+                made[name] = copies.setdefault(id(value), type(value)())
+            elif name != "_compiled_call_impl":  # what module.compile() made computes with values
                 try:
-                    copy.deepcopy(value, copies)
+                    made[name] = copy.deepcopy(value, copies)
                 except Exception:  # a process group, a lock: both have it
-                    copies[id(value)] = value
-        return copy.deepcopy(model, copies), copies
-
-
-@contextmanager
-def _own_classes(model: nn.Module) -> Iterator[None]:
-    """Give wrapped modules, which refuse to be copied, the classes that they had."""
-    wrapped = [(module, type(module)) for module in model.modules() if unit_of(module) is not None]
-    for module, kind in wrapped:
-        module.__class__ = kind.__mro__[ShardedModule._orig_cls_mro_index]
-    try:
-        yield
-    finally:
-        for module, kind in wrapped:
-            module.__class__ = kind
+                    made[name] = copies[id(value)] = value
+    return copies[id(model)], copies
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-class State(enum.Enum):
+class CallState(enum.Enum):
     """The state of one call of a unit."""
 
     RUNNING = "running"  # its forward has begun
@@ -51,7 +51,7 @@ class Call:
         self.unit = ref(unit)
         self.weights = weights  # the versions of the weights that it computes with
         self.recorded = recorded  # whether autograd records it, so that a backward can come
-        self.state = State.RUNNING
+        self.state = CallState.RUNNING
         self.task = -1  # the backward that entered it last
         self.swaps: Swaps = []  # of its inputs, while it runs
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
@@ -155,7 +155,7 @@ class Calls:
         if not self.running:
             return None
         call = self.running.pop()
-        call.state = State.DONE
+        call.state = CallState.DONE
         put_back(call.swaps)
         return call
 
@@ -171,21 +171,21 @@ class Calls:
 
     def wait_for(self, call: Call) -> None:
         """A backward of ``call`` may come."""
-        call.state = State.AWAITED
+        call.state = CallState.AWAITED
         self.awaited.append(call)
 
     def enter(self, call: Call, stays: bool) -> None:
         """Backward has come to a call. ``stays``: no gate tells when it has left it again."""
-        if call.state is State.AWAITED:
+        if call.state is CallState.AWAITED:
             _remove(self.awaited, call)
-            call.state = State.OPEN if call.gated or stays else State.DONE
-            if call.state is State.OPEN:
+            call.state = CallState.OPEN if call.gated or stays else CallState.DONE
+            if call.state is CallState.OPEN:
                 self.open.append(call)
 
     def leave(self, call: Call) -> None:
         """The gradients of a call's inputs are on their way."""
-        _remove(self.open if call.state is State.OPEN else self.awaited, call)
-        call.state = State.DONE
+        _remove(self.open if call.state is CallState.OPEN else self.awaited, call)
+        call.state = CallState.DONE
 
     def forget(self, forwards: Container[int]) -> None:
         """No backward is expected to come to the calls of these forwards of the root."""
@@ -207,7 +207,7 @@ class Calls:
         while self.end() is not None:
             pass
         for call in self.open:
-            call.state = State.DONE
+            call.state = CallState.DONE
         self.open, self._begun = [], 0
 
 

@@ -95,9 +95,7 @@ class Group:
                 self.main.view(index).view(-1).copy_(value.detach().reshape(-1)[low:high])
         self._build_compute()
         self.sharded = [
-            nn.Parameter(
-                self.main.dtensor(index, self.tiles[index]), requires_grad=value.requires_grad
-            )
+            self._sharded_parameter(index, value.requires_grad)
             for index, value in enumerate(values)
         ]
         self.unsharded = [
@@ -166,6 +164,11 @@ class Group:
     @property
     def whole_device(self) -> torch.device:
         return torch.device("meta") if self.main.flat.is_meta else self.device
+
+    def _sharded_parameter(self, index: int, requires_grad: bool) -> nn.Parameter:
+        made: Any = self.main.dtensor(index, self.tiles[index]).requires_grad_(requires_grad)
+        made._is_param = True  # all that nn.Parameter() adds, which would make a second DTensor
+        return made  # type: ignore[no-any-return]
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
         tile = self.tiles[index]
@@ -240,7 +243,7 @@ class Group:
         # An optimizer that is there already goes on with its ranges.
         self.main.version.divisions = version.divisions
         self.main.version.count = version.count + 1  # other weights than a graph may know
-        self.main.version.unsynced = was_meta or version.unsynced
+        self.main.version.unsynced = version.unsynced or (was_meta and device.type != "meta")
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)
@@ -248,7 +251,7 @@ class Group:
             fresh = self.main.dtensor(index, self.tiles[index])
             parameter._local_tensor = fresh._local_tensor  # type: ignore[attr-defined]
             parameter._spec = fresh._spec  # type: ignore[attr-defined]
-            parameter.version = fresh.version  # type: ignore[attr-defined]
+            parameter.cut, parameter.version = fresh.cut, fresh.version  # type: ignore[attr-defined]
         self._build_compute()
         before, self.gradients = self.gradients, Gradients(self)
         self.gradients.take_over(before)

@@ -5,7 +5,7 @@ gradients by which copies would drift apart are told."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from shardwise.shard.whole_parameter import carry_attributes
 
 if TYPE_CHECKING:
     from shardwise.shard.group import Group
-    from shardwise.shard.unit import Unit
     from shardwise.shard.wrapping import Found
 
 logger = logging.getLogger(__name__)
@@ -49,10 +48,10 @@ def same_values(
     return values[: len(found)]
 
 
-def same_over_tiles(units: Sequence[Unit]) -> None:
+def same_over_tiles(groups: Iterable[Group]) -> None:
     """Make main weights the same on ranks of tensor parallelism that hold copies of them: plain
     tensors that it left alone, and replicated DTensors whose values were made after wrapping."""
-    for axis, copies in _copies(units):
+    for axis, copies in _copies(groups):
         names = [group.items[index].name for group, index in copies]
         values = [group.main.view(index) for group, index in copies]
         for position in _compare(names, [checksum(value) for value in values], axis)[0]:
@@ -60,10 +59,10 @@ def same_over_tiles(units: Sequence[Unit]) -> None:
             copies[position][0].main.version.write()
 
 
-def warn_of_unlike_gradients(units: Sequence[Unit]) -> None:
+def warn_of_unlike_gradients(groups: Iterable[Group]) -> None:
     """Warn where the gradients of such copies differ by more than rounding: they will drift apart.
     Each is told by its length and by one product with fixed numbers."""
-    for axis, copies in _copies(units):
+    for axis, copies in _copies(groups):
         grads = [group.sharded[index].grad for group, index in copies]
         mine = [_sketch(grad.to_local()) if grad is not None else (0.0, 0.0) for grad in grads]  # type: ignore[attr-defined]
         everyone = comm.agree(mine, axis)
@@ -87,10 +86,9 @@ def warn_of_unlike_gradients(units: Sequence[Unit]) -> None:
 UNLIKE = 0.05  # of a gradient's length: bf16 and the order of sums make less than a tenth of it
 
 
-def _copies(units: Sequence[Unit]) -> Iterator[tuple[comm.Axis, list[tuple[Group, int]]]]:
+def _copies(groups: Iterable[Group]) -> Iterator[tuple[comm.Axis, list[tuple[Group, int]]]]:
     """The axes of tensor parallelism, and the (group, index) whose values its ranks all hold."""
-    groups = [g for unit in units for g in unit.groups if g.ranks.others is None]
-    groups = [group for group in groups if not group.main.flat.is_meta]
+    groups = [one for one in groups if one.ranks.others is None and not one.main.flat.is_meta]
     tiles = [tile for group in groups for tile in group.tiles if tile is not None]
     axes = [axis for tile in tiles for cut in (True, False) for axis in tile.axes(cut=cut)]
     for axis in dict.fromkeys(axes):

@@ -29,12 +29,8 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_of(module: nn.Module) -> Iterator[Unit]:
     """The units of a module tree, each once, outer before inner."""
-    seen: list[Unit] = []
-    for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit not in seen:
-            seen.append(unit)
-            yield unit
+    found = (unit_of(inner) for inner in module.modules())
+    yield from dict.fromkeys(unit for unit in found if unit is not None)
 
 
 class UnshardHandle:

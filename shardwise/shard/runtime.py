@@ -142,8 +142,8 @@ class Runtime:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
         warn_of_heads(root, list(units))
-        same_over_tiles(list(units))
         groups = [group for inner in units for group in inner.groups]
+        same_over_tiles(groups)
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),
             list(units),
@@ -353,7 +353,7 @@ class Runtime:
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
-        self._settle(units, graph_kept=self.keeps_graph)
+        self._conclude(units, graph_kept=self.keeps_graph)
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
@@ -372,7 +372,7 @@ class Runtime:
         whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
         if self._copies_unknown and whole:
             self._copies_unknown = False
-            warn_of_unlike_gradients(units)
+            warn_of_unlike_gradients(group for unit in units for group in unit.groups)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in units that only earlier microbatches used: this one is the last."""
@@ -393,10 +393,10 @@ class Runtime:
         for unit in units:
             unit.reduce_waiting()
         self.drain()
-        self._settle(units, graph_kept=False)
+        self._conclude(units, graph_kept=False)
         _refuse_missing(missing)
 
-    def _settle(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
+    def _conclude(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
         """Nothing runs any more: release weights, let the host see gradients."""
         for unit in units:
             unit.release_unused(graph_kept)

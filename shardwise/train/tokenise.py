@@ -47,7 +47,7 @@ _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
-class Work:
+class TextPiece:
     """A piece of work; ``size`` is its bytes on the disk."""
 
     kind: str  # text, lines, parquet
@@ -57,16 +57,16 @@ class Work:
     end: int | None = None  # of a file of lines: in bytes; of a parquet file: row groups
 
 
-def work_of(sources: Sequence[str], column: str) -> list[Work]:
+def work_of(sources: Sequence[str], column: str) -> list[TextPiece]:
     """The pieces of work of files, directories and patterns, in an order that no file system
     decides."""
-    found: list[Work] = []
+    found: list[TextPiece] = []
     texts: list[Path] = []
 
     def flush() -> None:
         if texts:
             size = sum(path.stat().st_size for path in texts)
-            found.append(Work("text", tuple(map(str, texts)), size))
+            found.append(TextPiece("text", tuple(map(str, texts)), size))
             texts.clear()
 
     refuse_twice(sources)
@@ -85,16 +85,16 @@ def work_of(sources: Sequence[str], column: str) -> list[Work]:
     return found
 
 
-def _lines(path: Path, size: int) -> list[Work]:
+def _lines(path: Path, size: int) -> list[TextPiece]:
     if path.suffix == ".gz":  # can be read from its beginning alone
-        return [Work("lines", (str(path),), size)]
+        return [TextPiece("lines", (str(path),), size)]
     return [
-        Work("lines", (str(path),), min(PIECE, size - at), at, at + PIECE)
+        TextPiece("lines", (str(path),), min(PIECE, size - at), at, at + PIECE)
         for at in range(0, size, PIECE)
     ]
 
 
-def _parquet(path: Path, size: int, column: str) -> list[Work]:
+def _parquet(path: Path, size: int, column: str) -> list[TextPiece]:
     try:
         file = _parquet_file(path)
     except DataError:
@@ -109,7 +109,7 @@ def _parquet(path: Path, size: int, column: str) -> list[Work]:
             f"name the one with the text with --column"
         )
     groups = file.num_row_groups
-    return [Work("parquet", (str(path),), size // groups, n, n + 1) for n in range(groups)]
+    return [TextPiece("parquet", (str(path),), size // groups, n, n + 1) for n in range(groups)]
 
 
 def _parquet_file(path: Path) -> Any:
@@ -120,13 +120,13 @@ def _parquet_file(path: Path) -> Any:
 # ------------------------------------------------------------------------------ workers
 
 
-def texts_of(work: Work, column: str) -> Iterator[bytes]:
+def texts_of(work: TextPiece, column: str) -> Iterator[bytes]:
     """The documents of a piece of work, without empty ones."""
     readers = {"text": _read_texts, "lines": _read_lines, "parquet": _read_rows}
     return (text for text in readers[work.kind](work, column) if text)
 
 
-def _read_texts(work: Work, column: str) -> Iterator[bytes]:
+def _read_texts(work: TextPiece, column: str) -> Iterator[bytes]:
     for path in work.paths:
         data = Path(path).read_bytes()
         if b"\0" in data[:8192]:
@@ -134,7 +134,7 @@ def _read_texts(work: Work, column: str) -> Iterator[bytes]:
         yield data
 
 
-def _read_lines(work: Work, column: str) -> Iterator[bytes]:
+def _read_lines(work: TextPiece, column: str) -> Iterator[bytes]:
     path = Path(work.paths[0])
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         if work.begin:
@@ -164,7 +164,7 @@ def _text_in(line: bytes, column: str, where: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _read_rows(work: Work, column: str) -> Iterator[bytes]:
+def _read_rows(work: TextPiece, column: str) -> Iterator[bytes]:
     table = _parquet_file(Path(work.paths[0])).read_row_group(work.begin, columns=[column])
     for text in table.column(column).to_pylist():
         if text is not None and not isinstance(text, str):
@@ -190,7 +190,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(work: Work) -> tuple[Tokens, int, int]:
+def _encode(work: TextPiece) -> tuple[Tokens, int, int]:
     """The tokens of a piece of work, and the numbers of bytes and of documents that they are."""
     assert _codec is not None
     texts = list(texts_of(work, _column))
@@ -199,12 +199,12 @@ def _encode(work: Work) -> tuple[Tokens, int, int]:
 
 
 def _encoded(
-    pieces: Sequence[Work], workers: int, setup: tuple[str | Codec, str]
-) -> Iterator[tuple[Work, tuple[Tokens, int, int]]]:
+    pieces: Sequence[TextPiece], workers: int, setup: tuple[str | Codec, str]
+) -> Iterator[tuple[TextPiece, tuple[Tokens, int, int]]]:
     """Each piece and its tokens, in order, from so many processes; few pieces wait at a time."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start_worker, setup)
-    waiting: deque[tuple[Work, Future[tuple[Tokens, int, int]]]] = deque()
+    waiting: deque[tuple[TextPiece, Future[tuple[Tokens, int, int]]]] = deque()
     try:
         for piece in pieces:
             # Workers start here, and never see Ctrl-C: one might hold the lock of a queue then.

@@ -31,15 +31,15 @@ if INSIDE:
         symmetric,
         update,
     )
-    from shardwise.kernels.forms import Polynomial, Tile
+    from shardwise.kernels.forms import Polynomial, ProductTile
     from shardwise.kernels.newton_schulz import coefficient_table, one_by_one
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
     from shardwise.kernels.tables import Matrices
     from tests.kernel_cases import PRESETS
 
     TILES = [
-        Tile(rows=16, columns=32, step=16, warps=4, stages=2, persistent=True),
-        Tile(rows=16, columns=16, step=32, warps=4, stages=2, persistent=False),
+        ProductTile(rows=16, columns=32, step=16, warps=4, stages=2, persistent=True),
+        ProductTile(rows=16, columns=16, step=32, warps=4, stages=2, persistent=False),
     ]
     TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
 

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("no kernel runs here", allow_module_level=True)
 
 from shardwise.kernels import factors, iterate, normalise, product, symmetric
-from shardwise.kernels.forms import WIDE, Form, Polynomial, Tile
+from shardwise.kernels.forms import WIDE, Form, Polynomial, ProductTile
 from tests.kernel_cases import (
     PRESETS,
     band,
@@ -35,7 +35,7 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         a: Tensor,
         b: Tensor,
         out: Tensor,
-        tile: Tile,
+        tile: ProductTile,
         squares: Tensor | None = None,
         **rest: object,
     ) -> Tensor:
@@ -46,7 +46,7 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             squares.zero_()[:, 0] = value.square().sum((1, 2))
         return out.copy_(value)
 
-    def multiplied(q: Tensor, x: Tensor, out: Tensor, tile: Tile, **rest: object) -> Tensor:
+    def multiplied(q: Tensor, x: Tensor, out: Tensor, tile: ProductTile, **rest: object) -> Tensor:
         return out.copy_(product.reference(q, x, **rest))  # type: ignore[arg-type]
 
     monkeypatch.setattr(iterate, "symmetric_product", symmetric_product)

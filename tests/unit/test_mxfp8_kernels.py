@@ -40,7 +40,7 @@ def guarded(like: Tensor) -> Tensor:
 
 
 def check(x: Tensor, blocks: tuple[Block, ...], rounding: Rounding, strips: int = 4) -> None:
-    tile = kernels.Tile(strips=strips, warps=4)
+    tile = kernels.StripTile(strips=strips, warps=4)
     planes = empty_planes(x.shape, blocks, "cpu")
     by_block = {plane.block: (guarded(plane.codes), guarded(plane.scales)) for plane in planes}
     kernels.encode(x, by_block, rceil=rounding == "rceil", native=False, tile=tile)

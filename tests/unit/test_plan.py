@@ -28,6 +28,7 @@ from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, dry_run, plan
 from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
+from shardwise.report.units import ToWrap
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.wrapping import wrap_units
 from shardwise.words import count_text, parse_size, size_text
@@ -124,17 +125,33 @@ def test_spread_experts_need_ranks_of_their_own() -> None:
         mixtures_of(model)[0].keep_share(3)
 
 
-def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
-    """Six ranks, experts over two: three ranks share an expert, and hold different pieces of it."""
+def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six ranks, experts over two: three ranks share an expert, and hold different pieces of it.
+    The rank that sends most is planned like one that is named, and without wrapping again."""
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=1, num_experts=10))
     for layer in mixtures_of(model):
         layer.keep_share(2)
-    sent = []
-    for rank in range(6):
-        calls = plan(model, {"dp": 6}, "zero3", optimizer="muon", rank=rank).exchanged
-        sent.append({call: n for call, n in calls.items() if call.size == 3})
+    ranks = [plan(model, {"dp": 6}, "zero3", optimizer="muon", rank=rank) for rank in range(6)]
+    sent = [{call: n for call, n in one.exchanged.items() if call.size == 3} for one in ranks]
     assert sent[0::2] == sent[1::2] and sent[0] != sent[2] and all(sent)
+    total = [
+        sum(n * (call.wire_bytes + call.received_bytes) for call, n in one.exchanged.items())
+        for one in ranks
+    ]
+    most, wrapped = ranks[total.index(max(total))], ToWrap.wrapped
+    assert most.exchanged != ranks[0].exchanged, "or there would be nothing to see"
+    numbers: list[int] = []
+
+    def counted(self: ToWrap, options: Any, rank: int) -> nn.Module:
+        numbers.append(rank)
+        return wrapped(self, options, rank)
+
+    monkeypatch.setattr(ToWrap, "wrapped", counted)
+    made = plan(model, {"dp": 6}, "zero3", optimizer="muon")
+    assert vars(made) == vars(most) and numbers == [0]
     mesh: Any = PretendedMesh(["dp"], [3], [0], "nccl")
     for sharded, figures in ((True, {(0, 0): 5, (0, 2): 7}), (False, {(0, 0): 5, (2, 0): 7})):
         assert by_rank(Sharding(mesh, (sharded,), (False,)), figures, 6) == [5, 5, 0, 0, 7, 7]
