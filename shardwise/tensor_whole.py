@@ -244,14 +244,9 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
         cut = cuts[members[0]]
         assert cut is not None
         partials = _partial_norms([locals_[index] for index in members], order)
-        if order == math.inf:
-            values = cut.reduce(partials, "max", axes)
-        elif order == -math.inf:
-            values = cut.reduce(partials, "min", axes)
-        elif order == 0:
-            values = cut.reduce(partials, "sum", axes)
-        else:
-            values = cut.reduce(partials.pow_(order), "sum", axes).pow_(1 / order)
+        op: Op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
+        power = order if order and math.isfinite(order) else 1.0
+        values = cut.reduce(partials.pow_(power), op, axes).pow_(1 / power)
         targets = [dtype or locals_[index].dtype.to_real() for index in members]
         if len(set(targets)) == 1:
             values = values.to(targets[0])

@@ -258,12 +258,10 @@ class Gradients:
 
     def _is_exact(self, grad: Tensor | None) -> bool:
         """Whether this gradient has the values that the main gradient would have."""
-        if grad is None or grad.layout is not torch.strided or not grad.is_contiguous():
-            return False
-        if isinstance(grad, ShardedTensor):
+        if grad is None or isinstance(grad, ShardedTensor) or grad.layout is not torch.strided:
             return False
         main = self.main_weight.dtype
-        exact = torch.promote_types(grad.dtype, main) == main
+        exact = grad.is_contiguous() and torch.promote_types(grad.dtype, main) == main
         return exact and self.wire_dtype in (main, grad.dtype)
 
     def _pack(self, target: Buffer) -> None:
