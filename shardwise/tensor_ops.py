@@ -4,7 +4,7 @@
     kind          examples                              what runs
     alias         detach, view of the same shape        the same local memory, the same version
     factory       zeros_like, new_empty                 on the local, same cut
-    pointwise     add_, where, lerp                     on the locals, same cut
+    pointwise     add_, where, lerp                     on the locals, same cut (else gathered)
     foreach       _foreach_addcmul_                     on lists of locals
     fused         _fused_adamw_                         the same, without empty locals
     reduction     linalg_vector_norm, sum, equal        on the locals, then over the sharded axes
@@ -31,6 +31,8 @@ from shardwise import comm
 from shardwise.agreement import differ
 from shardwise.cut import Cut
 from shardwise.tensor_whole import (
+    ELSEWHERE,
+    PAST_FORWARD,
     VIEWS,
     checksum_of_generator,
     gathered,
@@ -39,10 +41,12 @@ from shardwise.tensor_whole import (
     on_the_whole,
     recorded_with_own,
     recorded_with_plain,
+    records,
     same_shape,
     spans,
     stretches,
     viewed,
+    warn_gathered,
     whole,
     whole_value,
 )
@@ -122,9 +126,7 @@ class Operations:
                 return partial(self._foreach, writes)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if name in _POINTWISE or (torch.Tag.pointwise in func.tags and not seeded):
-            out = [
-                a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None
-            ]
+            out = [a.name for a in func._schema.arguments if a.kwarg_only and _is_written(a)]
             if len(out) > 1:
                 return self._refuse
             return partial(self._pointwise, writes and not out, out[0] if out else None)
@@ -176,14 +178,16 @@ class Operations:
                 return cut.within(operand.cut, operand._local_tensor)
             why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
             fix = "use full_tensor() of one of them"
-            # The gradient of another optimizer's matrix.
-            if cut.division != operand.cut.division:
+            divided = cut.division != operand.cut.division
+            if divided:  # the gradient of another optimizer's matrix
                 why += ", of which each replica has a part since sw.optimizer was built"
                 fix = "build the next optimizer with sw.optimizer too (AdamW for all: matrix=None, "
                 fix += "elementwise=sw.adamw()), or use full_tensor() of both"
-            _refuse_cut(func, cut, why, fix)
-        if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
-            operand = gathered(operand)
+            # A gradient would come back in pieces that lie so; a write to a copy would be lost.
+            if divided or records(operand) or any(map(_is_written, func._schema.arguments[1:])):
+                _refuse_cut(func, cut, why, fix)
+            warn_gathered(func, operand.cut.name, operand.device_mesh, ELSEWHERE)
+        operand = gathered(operand) if isinstance(operand, DTensor) else operand  # on every rank
         fills = func is torch.ops.aten.masked_fill_.Tensor  # by one number, no piece of a tensor
         if operand.shape == cut.shape and (operand.ndim or not fills):
             return cut.take(operand)
@@ -229,11 +233,9 @@ class Operations:
                 for given, local in pairs
             ]
         if writes:
-            target = args[0]
-            if target.version is not None:
-                target.version.write()
+            self._write(args[0])
             func(*operands, **kwargs)
-            return target
+            return args[0]
         if out is not None:
             return self._pointwise_out(func, operands, kwargs, out, cut)
         result = func(*operands, **kwargs)
@@ -479,7 +481,7 @@ class Operations:
 def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     lo, hi = cut.piece
     why = why or f"this tensor is a shard of {list(cut.shape)}"
-    fix = fix or "call full_tensor() first, or run it inside the module's forward"
+    fix = fix or f"call full_tensor() first, or {PAST_FORWARD}"
     raise NotImplementedError(
         f"{func} on '{cut.name}': {why} (elements {lo} to {hi} of {cut.numel} are here); {fix}"
     )
@@ -495,5 +497,4 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 
 def _pointwise(packet: Any) -> bool:
-    overloads = (getattr(packet, name) for name in packet.overloads())
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())

@@ -40,6 +40,14 @@ from shardwise.cut import Cut, Op
 from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
+PAST_FORWARD = (
+    "run it inside the forward of a wrapped module; a module that is called by itself needs "
+    "fully_shard of its own, another method register_fsdp_forward_method"
+)
+ELSEWHERE = (
+    "its pieces lie otherwise than those that it meets (of two models: wrap both alike, and freeze "
+    "one after that)"
+)
 
 
 _shares: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -123,7 +131,8 @@ def gathered(source: DTensor) -> Tensor:
         return source.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def _records(args: Any) -> bool:
+def records(args: Any) -> bool:
+    """Whether autograd would record an operation on these."""
     tensors = (one for one in tree_flatten(args)[0] if isinstance(one, Tensor))
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
 
@@ -132,7 +141,7 @@ def recorded_with_plain(args: Any) -> bool:
     """Whether autograd would record an operation on a parameter at rest and a rank's own values: a
     forward past the hooks, whose gradient would reach the parameter unreduced."""
     tensors = [one for one in tree_flatten(args)[0] if isinstance(one, Tensor)]
-    return _records(args) and not all(isinstance(one, DTensor) for one in tensors)
+    return records(args) and not all(isinstance(one, DTensor) for one in tensors)
 
 
 def recorded_with_own(args: Any) -> bool:
@@ -142,6 +151,11 @@ def recorded_with_own(args: Any) -> bool:
         return False
     own = (one for one in args if isinstance(one, Tensor) and one.grad_fn is not None)
     return not all(isinstance(one, (DTensor, WholeTensor)) for one in own)
+
+
+def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:
+    words = "%s on '%s' gathers the whole tensor on every rank: %s"
+    warn_once(logger, words, func, name, why, about=f"{func} {why}", mesh=mesh)
 
 
 def on_the_whole(
@@ -161,19 +175,12 @@ def on_the_whole(
     if torch.is_inference_mode_enabled() and _is_view(func):  # a view is as its base is
         with torch.inference_mode(False):
             return on_the_whole(func, name, args, kwargs, outs, mesh)
-    recorded = _records((args, kwargs))
-    warn_once(
-        logger,
-        "%s on '%s' gathers the whole tensor on every rank: it can't be computed on pieces%s",
-        func,
-        name,
-        "; to mix it with a rank's own tensors (torch says 'mixed torch.Tensor and DTensor'), "
-        "compute with its full_tensor() instead"
-        if recorded
-        else "",
-        about=f"{func} {recorded}",
-        mesh=mesh,
-    )
+    recorded = records((args, kwargs))
+    why = "it can't be computed on pieces"
+    if recorded:
+        why += "; to mix it with a rank's own tensors (torch says 'mixed torch.Tensor and DTensor')"
+        why += f", compute with its full_tensor() instead, or {PAST_FORWARD}"
+    warn_gathered(func, name, mesh, why)
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
     fresh = {key: torch.empty_like(plain[1][key]) for key in targets}
@@ -237,14 +244,9 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
         cut = cuts[members[0]]
         assert cut is not None
         partials = _partial_norms([locals_[index] for index in members], order)
-        if order == math.inf:
-            values = cut.reduce(partials, "max", axes)
-        elif order == -math.inf:
-            values = cut.reduce(partials, "min", axes)
-        elif order == 0:
-            values = cut.reduce(partials, "sum", axes)
-        else:
-            values = cut.reduce(partials.pow_(order), "sum", axes).pow_(1 / order)
+        op: Op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
+        power = order if order and math.isfinite(order) else 1.0
+        values = cut.reduce(partials.pow_(power), op, axes).pow_(1 / power)
         targets = [dtype or locals_[index].dtype.to_real() for index in members]
         if len(set(targets)) == 1:
             values = values.to(targets[0])

@@ -178,7 +178,7 @@ def begin(
             if list(finals()) == [final] and final.exists() and any(final.iterdir()):
                 raise CheckpointError(
                     f"{final} is there already, and a checkpoint is never overwritten: remove "
-                    f"it, or choose another path (Store makes one for every step)"
+                    f"it, or choose another (shardwise.checkpoint.Store makes one for each step)"
                 )
             for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
                 if is_abandoned(leftover):

@@ -37,7 +37,7 @@ from shardwise.placements import PARTIAL, SHARD, Placement, steps
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import AUTOGRADS
-from shardwise.tensor import UNREDUCED
+from shardwise.tensor import UNREDUCED, ShardedTensor
 
 if TYPE_CHECKING:
     from shardwise.shard.group import Group
@@ -258,10 +258,10 @@ class Gradients:
 
     def _is_exact(self, grad: Tensor | None) -> bool:
         """Whether this gradient has the values that the main gradient would have."""
-        if grad is None or grad.layout is not torch.strided or not grad.is_contiguous():
+        if grad is None or isinstance(grad, ShardedTensor) or grad.layout is not torch.strided:
             return False
         main = self.main_weight.dtype
-        exact = torch.promote_types(grad.dtype, main) == main
+        exact = grad.is_contiguous() and torch.promote_types(grad.dtype, main) == main
         return exact and self.wire_dtype in (main, grad.dtype)
 
     def _pack(self, target: Buffer) -> None:

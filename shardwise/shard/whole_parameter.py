@@ -13,6 +13,7 @@ from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.tensor import ShardedTensor
 from shardwise.tile import Tile
 
 if TYPE_CHECKING:
@@ -98,6 +99,13 @@ class Whole(Tensor):
 
     def local_gradient(self, grad: Tensor) -> Tensor:
         """The gradient that autograd brought, as a plain tensor like ``memory``."""
+        if isinstance(grad, ShardedTensor):  # summed with pieces: of other ranks nothing is there
+            raise RuntimeError(
+                f"the gradient of {self.name_here} came in pieces: this weight stays gathered from "
+                f"its forward to its backward, and the loss multiplies it with a tensor at rest, "
+                f"such as a copy of it. Compute that part of the loss before the forward, or with "
+                f"full_tensor() of what is at rest"
+            )
         return grad
 
     def full_tensor(self) -> Tensor:
@@ -215,7 +223,7 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
         return self._local_tensor
 
     def local_gradient(self, grad: Tensor) -> Tensor:
-        return self._tile.local_gradient(grad)
+        return self._tile.local_gradient(super().local_gradient(grad))
 
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:

@@ -319,12 +319,20 @@ def penalty_of(model: Any) -> Tensor:
     return sum((0.1 * one.square().sum() for one in model.parameters()), torch.zeros(()))
 
 
-def penalised(model: Any, rank: int, step: int, first: bool) -> Tensor:
+def distance_of(model: Any) -> Tensor:
+    """From values that weights had: elastic weight consolidation."""
+    pairs = zip(model.parameters(), model.earlier, strict=True)
+    return sum((0.1 * ((one - was) * was).sum() for one, was in pairs), torch.zeros(()))
+
+
+def penalised(
+    model: Any, rank: int, step: int, first: bool, of: Callable[[Any], Tensor] = penalty_of
+) -> Tensor:
     """A loss with a penalty on weights that lie outside of any forward. Backward comes to what was
     computed ``first`` last: while other gradients of these weights are being reduced."""
-    penalty = penalty_of(model) if first else torch.zeros(())
+    penalty = of(model) if first else torch.zeros(())
     loss = word_loss(model, rank, step) + penalty
-    return loss if first else loss + penalty_of(model)
+    return loss if first else loss + of(model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -341,6 +349,16 @@ def test_a_penalty_on_weights_at_rest(rank: int, world_size: int, way: str) -> N
     for model in (net, plain):
         penalty_of(model).backward()
     assert_gradients_equal(net, plain)
+    for model in (net, plain):
+        model.zero_grad()
+        model.earlier = [one.detach().clone() for one in model.parameters()]
+    late = partial(penalised, step=10, first=False, of=distance_of)
+    if way == "zero3":  # the root's weights are not at rest then
+        assert "before the forward" in raised(lambda: late(net, rank).backward(), RuntimeError)
+        net.zero_grad()
+    else:
+        check_backward(net, plain, late, rank, world_size)
+    check_backward(net, plain, penalised, rank, world_size, 11, True, distance_of)
 
 
 def through_full_tensors(model: Any, rank: int, step: int) -> Tensor:

@@ -213,9 +213,18 @@ def check_copies(rank: int, world_size: int, *case: Any) -> None:
         assert torch.equal(torch.empty(tensor.shape).copy_(tensor), tensor.full_tensor())
         with pytest.raises(NotImplementedError, match="shape"):
             tensor.copy_(torch.zeros(2, 99))
+        # Another cut is gathered where it is only read: a frozen copy of a model, for an average.
+        tensor.copy_(fulls[name])
+        torch._foreach_add_([tensor], [moved[name]])
+        check(tensor, fulls[name] + others[name])
+        check(tensor.lerp(moved[name], 1.0), others[name])
         if not tensor.cut.matches(moved[name].cut):
-            with pytest.raises(NotImplementedError, match=f"'{name}'.*lie otherwise"):
-                tensor + moved[name]
+            for what in (
+                lambda one=tensor, other=moved[name]: torch.mul(one, 2.0, out=other),
+                lambda one=tensor, other=moved[name]: one + other.detach().requires_grad_(),
+            ):
+                with pytest.raises(NotImplementedError, match=f"'{name}'.*lie otherwise"):
+                    what()
 
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=str)
@@ -251,7 +260,7 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         nn.init.orthogonal_(tensor)
     with pytest.raises(
         NotImplementedError,
-        match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor",
+        match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor.* wrapped module",
     ):
         tensor.resize_(3, 3)
     values, backup, other = tensor.full_tensor(), tensor.data, tensor.detach()
