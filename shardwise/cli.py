@@ -147,6 +147,9 @@ def train(command: Train, words: list[str]) -> int:
             size = recipe().model.num_parameters / 1e6
             print(f"{name:14}{size:8,.1f}M  {' '.join((recipe.__doc__ or '').split())}")
         return 0
+    for name, least in (("nproc", 1), ("max_restarts", 0)):
+        if (count := getattr(command, name)) is not None and count < least:
+            raise ValueError(f"--{name.replace('_', '-')} {count}: give {least} or more")
     if "RANK" not in os.environ and not command.dry_run:
         # At once: the imports below take seconds.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -188,7 +191,7 @@ def train(command: Train, words: list[str]) -> int:
         be_only_rank()
         return rank()
     gc.enable()
-    return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
+    return launch(words, nproc=count, max_restarts=command.max_restarts)
 
 
 def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 EVENTS = "events.jsonl"
+_HAPPENINGS = ("resume", "save", "skip", "note", "warning", "error", "stop", "end")
+SHOWN = 40  # of them
 
 
 def write_report(run_directory: str | Path) -> Path:
@@ -305,9 +307,10 @@ def _happenings(events: Iterable[Event]) -> str:
     rows = [
         (event["kind"], _words({k: v for k, v in event.items() if k not in ("kind", "time")}))
         for event in events
-        if event["kind"] in ("resume", "save", "skip", "end")
+        if event["kind"] in _HAPPENINGS
     ]
-    return _lines("What happened", rows[-40:])
+    earlier = f", the last {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
+    return _lines(f"What happened{earlier}", rows[-SHOWN:])
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
@@ -371,7 +374,7 @@ FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
     "tokens per second, median": (_ranked("tokens_per_second", 0.5), count_text),
     "MFU, median": (_ranked("mfu", 0.5), lambda v: f"{100 * v:.1f} %"),
     "highest gradient norm": (_ranked("grad_norm", 1.0), lambda v: f"{v:.3g}"),
-    "memory of a rank, most": (_ranked("memory", 1.0), size_text),
+    "memory of rank 0, most": (_ranked("memory", 1.0), size_text),
 }
 
 

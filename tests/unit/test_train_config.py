@@ -10,6 +10,7 @@ import importlib.machinery
 import io
 import itertools
 import json
+import math
 import os
 import py_compile
 import re
@@ -178,6 +179,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"seed=10{20} must be less than 2\*\*43"):
         TrainConfig(seed=10**20)
+    with pytest.raises(ValueError, match="clip=inf must be more than 0, and finite"):
+        TrainConfig(clip=math.inf)
     with pytest.raises(ValueError, match=r"timeout=1e\+308: at most 1e9 seconds"):
         TrainConfig(timeout=1e308)
 
