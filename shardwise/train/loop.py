@@ -131,7 +131,7 @@ class Trainer:
         self._configure(self.config)
         codec = self.parts.corpus.codec if world.first else None
         # Exports and `shardwise generate` look for it there.
-        world.together(lambda: codec and write_codec(folder / TOKENIZER, codec))
+        world.together(lambda: None if codec is None else write_codec(folder / TOKENIZER, codec))
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
