@@ -186,6 +186,8 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     for folder in map(Path, folders):
         name = folder.resolve().name
         name = name if name not in runs else str(folder)
+        if name in runs:
+            raise ValueError(f"{folder} is named twice: name each run once")
         runs[name], found = _read(folder / EVENTS)
         notes += [f"{name}: {note}" for note in found]
     # All runs by the same loss: the held-out one where each has a curve of it.

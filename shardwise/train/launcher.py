@@ -50,8 +50,8 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
     """Run ``shardwise`` with these arguments on ``nproc`` local ranks; returns the exit code.
 
     SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save and stop; a second SIGINT ends them at
-    once. Ranks whose launcher is killed save and stop too.
-    Ranks that ran out of memory in their first steps are started again, with more microbatches.
+    once. Ranks whose launcher is killed save and stop too. Ranks that ran out of memory in their
+    first steps are started again, with more microbatches.
     """
     check_gpus()
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
