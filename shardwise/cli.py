@@ -221,10 +221,8 @@ def plan(command: PlanCommand, words: list[str]) -> int:
             raise ValueError(f"--{name} {count}: give 1 or more")
     if not 0 <= (command.rank or 0) < command.ranks:
         raise ValueError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
-    idle = "sequences" if command.dry_run else "rank"
-    if getattr(command, idle) is not None:
-        how = "with" if command.dry_run else "without"
-        raise ValueError(f"--{idle} has no effect {how} --dry-run: leave one of them out")
+    if (command.sequences if command.dry_run else command.rank) is not None:
+        raise ValueError("--rank has an effect with --dry-run alone, --sequences without it alone")
     model, recipe = _model_of(command.model)
     config = recipe or TrainConfig()
     # Of a model that is no GPT the model itself tells whether experts can be spread.
@@ -353,15 +351,12 @@ def report(command: Report, words: list[str]) -> int:
 
     if not command.runs:
         raise ValueError("shardwise report: name the folder of a run, or several to compare")
-    if len(command.runs) == 1:
-        if command.out is not None:
-            raise ValueError(f"--out {command.out} is for several runs: one has its page inside")
-        print(write_report(command.runs[0]))
-        return 0
-    out = command.out or Path("comparison.html")
-    if not out.parent.is_dir() or out.is_dir():
+    several, out = len(command.runs) > 1, command.out or Path("comparison.html")
+    if not several and command.out is not None:
+        raise ValueError(f"--out {out} is for several runs: one has its page in its folder")
+    if several and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out {out}: name a file, in a folder that is there")
-    print(compare_runs(command.runs, out))
+    print(compare_runs(command.runs, out) if several else write_report(command.runs[0]))
     return 0
 
 

@@ -153,15 +153,12 @@ def checksum(value: Tensor) -> int:
     odd = torch.arange(1, 2 * _WORDS, 2, dtype=torch.int32, device=bits.device)
     parts = table.split(1 << 11)  # in parts: the products take memory too
     rows = torch.cat([(part * odd).view(torch.int64).sum(1) for part in parts])
-    total = sum((one * _places(one)).sum() for one in (rows, rest))
+    places = torch.arange(1, max(rows.numel(), rest.numel()) + 1, device=bits.device)
+    total = sum((one * places[: one.numel()]).sum() for one in (rows, rest))
     return int(total) % (1 << 63)
 
 
 _WORDS = 2048  # of a row
-
-
-def _places(values: Tensor) -> Tensor:
-    return torch.arange(1, values.numel() + 1, device=values.device)
 
 
 def _bits(value: Tensor) -> Tensor:
