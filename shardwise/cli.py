@@ -147,6 +147,9 @@ def train(command: Train, words: list[str]) -> int:
             size = recipe().model.num_parameters / 1e6
             print(f"{name:14}{size:8,.1f}M  {' '.join((recipe.__doc__ or '').split())}")
         return 0
+    for name, least in (("nproc", 1), ("max_restarts", 0)):
+        if (count := getattr(command, name)) is not None and count < least:
+            raise ValueError(f"--{name.replace('_', '-')} {count}: give {least} or more")
     if "RANK" not in os.environ and not command.dry_run:
         # At once: the imports below take seconds.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -188,7 +191,7 @@ def train(command: Train, words: list[str]) -> int:
         be_only_rank()
         return rank()
     gc.enable()
-    return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
+    return launch(words, nproc=count, max_restarts=command.max_restarts)
 
 
 def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
@@ -216,8 +219,10 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     for name in ("ranks", "sequences"):
         if (count := getattr(command, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give 1 or more")
-    if not 0 <= command.rank < command.ranks:
+    if not 0 <= (command.rank or 0) < command.ranks:
         raise ValueError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
+    if (command.sequences if command.dry_run else command.rank) is not None:
+        raise ValueError("--rank has an effect with --dry-run alone, --sequences without it alone")
     model, recipe = _model_of(command.model)
     config = recipe or TrainConfig()
     # Of a model that is no GPT the model itself tells whether experts can be spread.
@@ -249,7 +254,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     for layer in mixtures_of(model) if ep > 1 else ():
         layer.keep_share(ep)
     if command.dry_run:
-        made = dry_run(model, shape, kept, rank=command.rank, **options)
+        made = dry_run(model, shape, kept, rank=command.rank or 0, **options)
     else:
         batch = _batch_of(command, model, recipe and config, command.ranks // tp)
         tokens = math.prod(batch) if batch else None
@@ -277,12 +282,11 @@ def _model_of(name: str) -> tuple[Any, Any]:
     """A module on the meta device, and the recipe's configuration if it was one."""
     import torch
 
-    from shardwise.checkpoint.values import parse_json
     from shardwise.models.gpt import GPT
     from shardwise.models.hugging_face import config_from_hf
     from shardwise.train.build import with_vocabulary
     from shardwise.train.own_model import make_model
-    from shardwise.train.pretrained import begin_from
+    from shardwise.train.pretrained import begin_from, json_object
     from shardwise.train.recipes import find_recipe
     from shardwise.train.sources import vocabulary_of
     from shardwise.train.tokens import DataError
@@ -293,7 +297,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
         if path.suffix == ".json":
             if not path.is_file():
                 raise ValueError(f"{name}: there is no such file; give a Hugging Face config.json")
-            return GPT(config_from_hf(parse_json(path.read_bytes(), name))), None
+            return GPT(config_from_hf(json_object(path))), None
         made = find_recipe(name)()
         if isinstance(made, TrainConfig):
             if made.init_from is not None:
@@ -347,10 +351,12 @@ def report(command: Report, words: list[str]) -> int:
 
     if not command.runs:
         raise ValueError("shardwise report: name the folder of a run, or several to compare")
-    several = len(command.runs) > 1
-    if several and not command.out.parent.is_dir():
-        raise ValueError(f"--out {command.out}: make the folder {command.out.parent} first")
-    print(compare_runs(command.runs, command.out) if several else write_report(command.runs[0]))
+    several, out = len(command.runs) > 1, command.out or Path("comparison.html")
+    if not several and command.out is not None:
+        raise ValueError(f"--out {out} is for several runs: one has its page in its folder")
+    if several and (not out.parent.is_dir() or out.is_dir()):
+        raise ValueError(f"--out {out}: name a file, in a folder that is there")
+    print(compare_runs(command.runs, out) if several else write_report(command.runs[0]))
     return 0
 
 

@@ -161,8 +161,8 @@ class PlanCommand:
     """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
     dry_run: Switch = False
     """Run the model's own forward on meta tensors, as one rank."""
-    rank: int = 0
-    """Which rank --dry-run poses as."""
+    rank: int | None = None
+    """Which rank --dry-run poses as; default: 0."""
     svg: Path | None = None
     """Write the shard map there."""
     configuration: Annotated[Any, arg(name="")] = None
@@ -174,8 +174,8 @@ class Report:
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
     """A run's folder, or several to compare."""
-    out: Path = Path("comparison.html")
-    """The page about several runs."""
+    out: Path | None = None
+    """The page about several runs; default: comparison.html."""
 
 
 @dataclass(frozen=True, kw_only=True)

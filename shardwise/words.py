@@ -139,6 +139,7 @@ def bound_problems(
     """A sentence for each field of ``settings`` that is no finite number of ``least`` or more
     (``above``: more than that; ``whole``: an integer). A field may be None."""
     bound = f"more than {least:g}" if above else f"{least:g} or more"
+    bound = bound if whole else f"{bound}, and finite"
 
     def fits(value: Any) -> bool:
         kind = type(value) is int or not whole

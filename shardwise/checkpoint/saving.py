@@ -151,7 +151,7 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        alike=_checksums(state, model, groups),
+        alike=_checksums(state, model, groups) if ranks.size > 1 else {},
         writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),

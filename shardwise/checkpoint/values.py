@@ -42,7 +42,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # of an enumeration its value, not its name
     if depth > MAX_DEPTH:
         raise CheckpointError(
             f"{where:.200}... is more than {MAX_DEPTH} deep inside other values (or holds itself): "

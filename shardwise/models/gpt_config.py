@@ -67,7 +67,8 @@ class GPTConfig:
         qk_norm: whether queries and keys are normed, head by head, before they are rotated.
         tied: whether the head uses the embedding's weight.
         head_z_coefficient: weight of the term of the training loss that keeps the head's logits
-            from drifting: the squared logarithm of the softmax's denominator.
+            from drifting: the squared logarithm of the softmax's denominator. The losses of a
+            run's steps hold this term, those of held-out text do not.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
             backward (activation checkpointing); ``"pointwise"`` lets compiled blocks compute norms
             and gated products again, for a fortieth more time and a sixth less memory in gpt_1b;

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 EVENTS = "events.jsonl"
+_HAPPENINGS = ("resume", "save", "skip", "note", "warning", "error", "stop", "end")
+SHOWN = 40  # of them
 
 
 def write_report(run_directory: str | Path) -> Path:
@@ -184,6 +186,8 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     for folder in map(Path, folders):
         name = folder.resolve().name
         name = name if name not in runs else str(folder)
+        if name in runs:
+            raise ValueError(f"{folder} is named twice: name each run once")
         runs[name], found = _read(folder / EVENTS)
         notes += [f"{name}: {note}" for note in found]
     # All runs by the same loss: the held-out one where each has a curve of it.
@@ -305,9 +309,10 @@ def _happenings(events: Iterable[Event]) -> str:
     rows = [
         (event["kind"], _words({k: v for k, v in event.items() if k not in ("kind", "time")}))
         for event in events
-        if event["kind"] in ("resume", "save", "skip", "end")
+        if event["kind"] in _HAPPENINGS
     ]
-    return _lines("What happened", rows[-40:])
+    earlier = f", the last {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
+    return _lines(f"What happened{earlier}", rows[-SHOWN:])
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
@@ -371,7 +376,7 @@ FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
     "tokens per second, median": (_ranked("tokens_per_second", 0.5), count_text),
     "MFU, median": (_ranked("mfu", 0.5), lambda v: f"{100 * v:.1f} %"),
     "highest gradient norm": (_ranked("grad_norm", 1.0), lambda v: f"{v:.3g}"),
-    "memory of a rank, most": (_ranked("memory", 1.0), size_text),
+    "memory of rank 0, most": (_ranked("memory", 1.0), size_text),
 }
 
 

@@ -257,10 +257,9 @@ def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
             for name, at, colour in both
         ]
     skipped = [
-        (step, "")
+        (number(event["step"]) or 0.0, "")
         for events in runs.values()
-        for event in events
-        if alone and event.get("kind") == "skip" and (step := number(event.get("step"))) is not None
+        for event in (events_of(events, "skip") if alone else ())
     ]
     dropped = f", steps dropped: {len(skipped)}" if skipped else ""
     band = f"faint: lowest and highest of a column, strong: mean{hidden}"

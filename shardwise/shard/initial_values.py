@@ -137,15 +137,26 @@ def _compare(
 
 
 def checksum(value: Tensor) -> int:
-    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
+    """A checksum of the bits and their order; 0 for a parameter that has no values yet.
+
+    The bits fill the rows of a table, which are summed almost as fast as memory is read: each word
+    by an odd number for its column, each row by its place. The rest is summed byte by byte.
+    """
     if value.is_meta:
         return 0
-    total, first = 0, 1
-    for part in _bits(value).split(1 << 22):  # in parts: the positions take memory too
-        places = torch.arange(first, first + part.numel(), device=part.device)
-        total += int((part.to(torch.int64) * places).sum().item())
-        first += part.numel()
-    return total % (1 << 63)
+    bits = _bits(value).view(torch.uint8)
+    bits = bits.clone() if bits.storage_offset() % 4 else bits  # for words of 4 bytes
+    rest = bits[bits.numel() // (4 * _WORDS) * 4 * _WORDS :]
+    table = bits[: bits.numel() - rest.numel()].view(torch.int32).view(-1, _WORDS)
+    odd = torch.arange(1, 2 * _WORDS, 2, dtype=torch.int32, device=bits.device)
+    parts = table.split(1 << 11)  # in parts: the products take memory too
+    rows = torch.cat([(part * odd).view(torch.int64).sum(1) for part in parts])
+    places = torch.arange(1, max(rows.numel(), rest.numel()) + 1, device=bits.device)
+    total = sum((one * places[: one.numel()]).sum() for one in (rows, rest))
+    return int(total) % (1 << 63)
+
+
+_WORDS = 2048  # of a row
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import nn
 from shardwise import comm
 from shardwise.checkpoint import SaveError
 from shardwise.optim.storage import local_of
-from shardwise.train.world import STOP_FILE
+from shardwise.train.world import stop_files
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.heard: str | None = None
-        self._file = os.environ.get(STOP_FILE)
+        self._files = stop_files()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Guard:
@@ -62,7 +62,7 @@ class Guard:
     @property
     def asked(self) -> str | None:
         """The request to stop that this rank got, if any."""
-        if self.heard is None and self._file is not None and os.path.exists(self._file):
+        if self.heard is None and any(map(os.path.exists, self._files)):
             self.heard = "a stop request"
         return self.heard
 

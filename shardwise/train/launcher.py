@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.train.guard import stop_signals
-from shardwise.train.world import AGAIN, LAUNCHER, STOP_FILE, check_gpus
+from shardwise.train.world import AGAIN, LAUNCHER, check_gpus
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -46,30 +46,26 @@ def be_only_rank() -> None:
     os.environ.update(alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
 
 
-def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0) -> int:
+def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> int:
     """Run ``shardwise`` with these arguments on ``nproc`` local ranks; returns the exit code.
 
-    ``nproc=None``: :func:`default_ranks`. SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save
-    and stop; a second SIGINT ends them at once. Ranks whose launcher is killed save and stop too.
-    Ranks that ran out of memory in their first steps are started again, with more microbatches.
+    SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save and stop; a second SIGINT ends them at
+    once. Ranks whose launcher is killed save and stop too. Ranks that ran out of memory in their
+    first steps are started again, with more microbatches.
     """
     check_gpus()
-    count = default_ranks() if nproc is None else nproc
-    if count < 1:
-        raise ValueError(f"--nproc {count}: at least one rank is needed")
-    if torch.cuda.is_available() and count > torch.cuda.device_count():
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise ValueError(
-            f"--nproc {count}, but there are {torch.cuda.device_count()} GPUs: use at most one "
+            f"--nproc {nproc}, but there are {torch.cuda.device_count()} GPUs: use at most one "
             f"rank per GPU, or hide them (CUDA_VISIBLE_DEVICES=) to train on CPU"
         )
     # Share the cores out: ranks that each use all cores slow each other down.
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, (os.cpu_count() or 1) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
         stop = Path(scratch) / "stop"
-        os.environ[STOP_FILE] = str(stop)
-        os.environ[LAUNCHER] = str(os.getpid())
-        options = ["--nproc-per-node", str(count), "--max-restarts", str(max_restarts)]
+        os.environ[LAUNCHER] = f"{os.getpid()}:{scratch}"
+        options = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
         options += ["--rdzv-id", uuid.uuid4().hex]
         options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
         with asking_to_stop(stop):

@@ -49,7 +49,6 @@ from shardwise.train.fit import more_microbatches, plan_inputs, too_large
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
 from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
-from shardwise.train.own_model import flops_per_token
 from shardwise.train.pretrained import load_weights
 from shardwise.train.world import World, num_restarts
 
@@ -113,7 +112,7 @@ class Trainer:
         self.num_parameters = self.config.model.num_parameters
         if self.config.module is not None:
             self.num_parameters = sum(p.numel() for p in self.parts.model.parameters())
-        self.speed = Speed(self.config, world, flops_per_token(self.config, self.num_parameters))
+        self.speed = Speed(self.config, world, self.parts.model)
         self.experts = ExpertLoad(self.parts.model)
         self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
         if resume is not None:
@@ -131,8 +130,8 @@ class Trainer:
         self.events = Events()
         self._configure(self.config)
         codec = self.parts.corpus.codec if world.first else None
-        if codec is not None:  # exports and `shardwise generate` look for it there
-            write_codec(folder / TOKENIZER, codec)
+        # Exports and `shardwise generate` look for it there.
+        world.together(lambda: None if codec is None else write_codec(folder / TOKENIZER, codec))
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
@@ -443,7 +442,8 @@ class Trainer:
         parts.optimizer = build_optimizer(self.config, parts.model)
         self._restore(path, or_older=False)
         self.experts = ExpertLoad(parts.model)
-        self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16)")
+        again = ", which the next steps compile anew" * self._compiles
+        self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16){again}")
 
     def sample(self) -> None:
         """Log a text that the model generates (collective)."""

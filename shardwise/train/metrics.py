@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.moe import mixtures_of
 from shardwise.moe.router import statistics_of
 from shardwise.train.config import TrainConfig
+from shardwise.train.own_model import flops_per_token
 from shardwise.train.world import World
 
 # Dense bf16 tensor-core FLOP/s, from the makers' data sheets.
@@ -30,9 +31,9 @@ _PEAKS = {
 class Speed:
     """The figures that follow from a step's time."""
 
-    def __init__(self, config: TrainConfig, world: World, flops_per_token: float) -> None:
+    def __init__(self, config: TrainConfig, world: World, model: nn.Module) -> None:
         self.tokens = config.batch * config.model.context
-        flops = flops_per_token * self.tokens
+        flops = flops_per_token(config, model.parameters()) * self.tokens
         self.ideal = flops / (peak_flops(world.device) * world.size)  # seconds
         self.device = world.device
 

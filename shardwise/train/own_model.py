@@ -13,6 +13,7 @@ each rank, from the run's seed, before they are sharded; the names of their para
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -109,9 +110,18 @@ def _of_transformers(config: TrainConfig) -> nn.Module:
     return made
 
 
-def flops_per_token(config: TrainConfig, num_parameters: int) -> float:
-    """FLOPs of forward and backward for a token; of a module of one's own 6 for each parameter."""
-    return config.model.flops_per_token() if config.module is None else 6.0 * num_parameters
+def flops_per_token(config: TrainConfig, parameters: Iterable[Tensor] = ()) -> float:
+    """FLOPs of forward and backward for a token; of a module of one's own 6 for each parameter. A
+    frozen one has no gradient, which saves 2 of its 6."""
+    trained, frozen = 0, 0
+    for one in parameters:
+        trained, frozen = trained + one.numel() * one.requires_grad, frozen + one.numel()
+    frozen -= trained
+    if config.module is not None:
+        return 6.0 * trained + 4.0 * frozen
+    whole = config.model.flops_per_token()
+    # -1: without attention, the products with weights.
+    return whole - config.model.flops_per_token(-1) / 3 + 6 * trained if config.lora_rank else whole
 
 
 # ------------------------------------------------------------------------------ LoRA

@@ -56,7 +56,7 @@ class HubFolder(Mapping[str, Tensor]):
                 f"of one, with its safetensors"
             )
         if index.is_file():
-            named = _json_of(index).get("weight_map")
+            named = json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
                 raise ValueError(f"{index} holds no weight_map of tensors to file names")
             self._files: dict[str, str] = named
@@ -73,7 +73,7 @@ class HubFolder(Mapping[str, Tensor]):
     def config(self) -> GPTConfig:
         """The GPT that computes the same."""
         try:
-            return config_from_hf(_json_of(self.folder / "config.json"))
+            return config_from_hf(json_object(self.folder / "config.json"))
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}") from None
 
@@ -100,7 +100,8 @@ class HubFolder(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
     found = parse_json(path.read_bytes(), str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
@@ -117,7 +118,7 @@ def begin_from(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     if config.module is None:
         known = folder.config.__dict__ | {name: getattr(config.model, name) for name in _UNTOLD}
     else:  # transformers builds the model: only the vocabulary and the context matter
-        described = _json_of(folder.folder / "config.json")
+        described = json_object(folder.folder / "config.json")
         known = config.model.__dict__ | {"vocab_size": described.get("vocab_size", 0)}
         known["context"] = described.get("max_position_embeddings", config.model.context)
     known["context"] = min(known["context"], config.model.context)
@@ -208,7 +209,7 @@ def export_options(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
             raise ValueError(
                 f"{place}, which describes the model of this run, is not there any more"
             )
-        described = _json_of(place) | {"vocab_size": config.model.vocab_size}
+        described = json_object(place) | {"vocab_size": config.model.vocab_size}
         described |= dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
     return {"convert": lambda name, tensor: {name: tensor}, "config": described}
 

@@ -13,7 +13,7 @@ from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
 from shardwise.train.own_model import flops_per_token
-from shardwise.train.sources import vocabulary_of
+from shardwise.train.sources import named_files, sources_of, vocabulary_of
 from shardwise.train.world import World
 from shardwise.words import seconds_text
 
@@ -23,9 +23,12 @@ LONG = 3600.0  # seconds of a run that people would rather know of before it beg
 
 def preview(config: TrainConfig, ranks: int) -> str:
     """The configuration without "auto", the plan of a step, and a guess of the time, for a run on
-    ``ranks`` devices like this machine's first. No data are read but the headers of token files."""
+    ``ranks`` devices like this machine's first. No data are read but the headers of token files;
+    data that are not there are an error."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     world = World(rank=0, size=ranks, local_rank=0, num_nodes=1, device=device)
+    for source in sources_of(config.data):
+        named_files(source)
     config = with_vocabulary(config, vocabulary_of(config.data, config.tokenizer))
     precision = precision_of(config, world)
     config, decision = fit(config, precision, world)
@@ -34,7 +37,7 @@ def preview(config: TrainConfig, ranks: int) -> str:
     lines = [*_configuration(config), "", str(made), ""]
     if decision is not None:
         lines.append(f"note     {decision}")
-    each = flops_per_token(config, sum(p.numel() for p in model.parameters()))
+    each = flops_per_token(config, model.parameters())
     return "\n".join([*lines, f"time     {_time(config, each, device, ranks)[1]}"])
 
 
@@ -42,7 +45,7 @@ def without_gpus(config: TrainConfig, ranks: int) -> str | None:
     """A warning where a run is too long for the CPU ranks that it is about to be started on."""
     if torch.cuda.is_available() or config.module is not None:
         return None
-    seconds, text = _time(config, flops_per_token(config, 0), torch.device("cpu"), ranks)
+    seconds, text = _time(config, flops_per_token(config), torch.device("cpu"), ranks)
     if seconds < LONG:
         return None
     return f"torch sees no GPU, and {ranks} CPU ranks take {text}"

@@ -244,7 +244,7 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             trainer.events(
                 "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"
             )
-        if changes:
+        if changes and world.first and _is_news(config.microbatches):
             text = f"out of memory: {config.microbatches} microbatches now"
             trainer.events("warning", step=trainer.step, text=text)
     except BaseException:
@@ -263,6 +263,15 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
         _conclude(outcome, trainer, folder)
     leave(0)
     return 0
+
+
+def _is_news(microbatches: int | str) -> bool:
+    """Whether nobody has told of these changes: ranks that fail later are started with them too."""
+    told = changes_file().with_name(f"told-{microbatches}")  # type: ignore[union-attr]
+    with contextlib.suppress(OSError):
+        told.touch(exist_ok=False)
+        return True
+    return False
 
 
 def _timeout(request: Request) -> float:

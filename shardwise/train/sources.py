@@ -115,8 +115,8 @@ def token_files(source: str) -> list[Path]:
     return found if found and all(map(is_token_file, found)) else []
 
 
-def _files_of(source: str) -> list[Path]:
-    """The files that a source names; none where it is no file."""
+def named_files(source: str) -> list[Path]:
+    """The files that a source names; none where it is no file. Raises where there are none."""
     if source in ("stdlib", "stdlib+torch") or source.startswith("hf:"):
         return []
     return token_files(source) or files_of(source)
@@ -168,7 +168,7 @@ def load_corpus(
             f"first (shardwise data {text} --out FILE.bin)"
         )
     if len(sources) > 1:
-        refuse_twice(sources, _files_of)
+        refuse_twice(sources, named_files)
     if all(kinds.values()):
         return _token_corpus(spec, sources, held_out, tokenizer)
     streamed = [source for source in sources if source.startswith("hf:")]

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -123,7 +124,10 @@ def _parquet_file(path: Path) -> Any:
 def texts_of(work: TextPiece, column: str) -> Iterator[bytes]:
     """The documents of a piece of work, without empty ones."""
     readers = {"text": _read_texts, "lines": _read_lines, "parquet": _read_rows}
-    return (text for text in readers[work.kind](work, column) if text)
+    try:
+        yield from filter(None, readers[work.kind](work, column))
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{work.paths[0]} cannot be read ({error}): copy it again") from None
 
 
 def _read_texts(work: TextPiece, column: str) -> Iterator[bytes]:
@@ -153,7 +157,7 @@ def _read_lines(work: TextPiece, column: str) -> Iterator[bytes]:
 def _text_in(line: bytes, column: str, where: str) -> bytes:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: this line is no JSON ({error})") from None
     text = row.get(column) if isinstance(row, dict) else None
     if not isinstance(text, str):

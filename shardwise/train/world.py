@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
-STOP_FILE = "SHARDWISE_STOP"  # the path of a file: ranks that find it save and end
-LAUNCHER = "SHARDWISE_LAUNCHER"  # the pid of the launcher of this rank
+STOP_FILE = "SHARDWISE_STOP"  # the path of a file of the user's: ranks that find it save and end
+LAUNCHER = "SHARDWISE_LAUNCHER"  # our launcher of this rank: its pid, a colon, its folder
 AGAIN = 75  # the exit status of ranks that our launcher starts again: "try again" (EX_TEMPFAIL)
 GPUS = "/dev/nvidia[0-9]*"
 _PR_SET_PDEATHSIG = 1
@@ -78,8 +78,21 @@ def is_rank() -> bool:
 def changes_file() -> Path | None:
     """The file in which a rank leaves the configuration's values to start all ranks again with;
     None where another launcher than ours started them."""
-    stop = os.environ.get(STOP_FILE)
-    return None if stop is None else Path(stop).with_name("changes.json")
+    folder = launcher()[1]
+    return None if folder is None else folder / "changes.json"
+
+
+def stop_files() -> list[str]:
+    """The files that ask the ranks to stop: the user's, and that of our launcher."""
+    folder = launcher()[1]
+    return [os.environ.get(STOP_FILE, ""), "" if folder is None else str(folder / "stop")]
+
+
+def launcher() -> tuple[int | None, Path | None]:
+    """The pid of our launcher and the folder that it has made for its ranks, and removes; None
+    where another one started them."""
+    pid, _, folder = os.environ.get(LAUNCHER, "").partition(":")
+    return (int(pid), Path(folder)) if folder else (None, None)
 
 
 def changes_left() -> dict[str, Any]:
@@ -157,8 +170,7 @@ def end_with_launcher() -> None:
 
 def is_orphaned() -> bool:
     """Whether the launcher (:mod:`shardwise.train.launcher`) that started this rank has died."""
-    launcher = os.environ.get(LAUNCHER)
-    return launcher is not None and os.getppid() != int(launcher)
+    return launcher()[0] not in (None, os.getppid())
 
 
 def leave(code: int) -> None:
@@ -169,8 +181,9 @@ def leave(code: int) -> None:
         except OSError:  # a closed pipe, a full disk: the rest of the output is lost
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-    if is_orphaned():  # the launcher can't remove its folder any more
-        shutil.rmtree(Path(os.environ[STOP_FILE]).parent, ignore_errors=True)
+    folder = launcher()[1]
+    if folder is not None and is_orphaned():  # the launcher can't remove its folder any more
+        shutil.rmtree(folder, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
         return

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.checkpoint import verify
+from shardwise.train import launcher
 from shardwise.train.guard import Guard, stop_signals
-from shardwise.train.launcher import asking_to_stop, explain
+from shardwise.train.launcher import asking_to_stop, explain, launch
 from shardwise.train.loop import Trainer
+from shardwise.train.world import changes_file
 from tests.ranks import run_ranks
 from tests.train_runs import (
     events_of,
@@ -135,10 +137,13 @@ LIMITED = """
 import os
 import torch
 from shardwise.models.gpt import Block
+from shardwise.train.world import num_restarts
 
 forward = Block.forward
 
 def limited(block, hidden, *args):
+    if num_restarts() == 2 and os.environ.get("FAILS") and not hidden.is_meta:
+        raise RuntimeError("once, after a restart")
     full = os.environ.get("RANK") == "1" and len(hidden) > int(os.environ["LARGEST"])
     if full and block.training:
         raise torch.OutOfMemoryError("tried to allocate 7 GiB")
@@ -161,10 +166,11 @@ def test_ranks_without_memory_in_their_first_steps_start_again_with_more_microba
     with (tmp_path / "recipe.py").open("a") as recipe:
         recipe.write(LIMITED)
 
-    def train(largest: int, *words: str) -> tuple[int, str, list[str], int]:
+    def train(largest: int, *words: str, **more: str) -> tuple[int, str, list[str], int]:
         begun = len(events_of(run, "warning")) if run.exists() else 0
         words = ("train", name, "--out", "run", *words)
-        code, _, err = fork_launcher(*words, cwd=tmp_path, LARGEST=str(largest)).finish()
+        room = {"LARGEST": str(largest)}
+        code, _, err = fork_launcher(*words, cwd=tmp_path, **room, **more).finish()
         texts = [event["text"] for event in events_of(run, "warning")[begun:]]
         return code, err, texts, json.loads((run / "config.json").read_text())["microbatches"]
 
@@ -173,13 +179,33 @@ def test_ranks_without_memory_in_their_first_steps_start_again_with_more_microba
     expected = tmp_path / "expected"
     run_ranks(train_microbatches, 2, str(expected), write_text(tmp_path), 6)
     assert losses(run) == losses(expected) and len(losses(run)) == 4
-    # A resumed run goes on from its checkpoint.
-    assert train(3, "--resume", "--steps", "6", "--microbatches", "1") == (0, "", said[:1], 2)
-    assert [event["step"] for event in events_of(run, "resume")] == [0, 0, 4, 4]
+    # A resumed run goes on from its checkpoint; another failure says nothing of memory again.
+    words = ("--resume", "--steps", "6", "--microbatches", "1", "--max-restarts", "2")
+    code, err, texts, count = train(3, *words, FAILS="1")
+    assert (code, texts, count) == (0, said[:1], 2) and "once, after a restart" in err
+    assert [event["step"] for event in events_of(run, "resume")] == [0, 0, 4, 4, 4]
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     code, err, texts, count = train(0, "--resume", "--steps", "8", "--microbatches", "6")
     assert (code, texts, count) == (1, [], 6)
     assert "1 x 16 tokens: resume with --model.recompute block. tried" in err
+
+
+def test_a_stop_file_of_the_users_is_looked_for_and_is_no_launchers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop, asked = tmp_path / "stop", []
+    for name, value in (("STOP", str(stop)), ("LAUNCHER", "")):
+        monkeypatch.setenv(f"SHARDWISE_{name}", value)
+    assert changes_file() is None, "another launcher would not start its ranks again"
+
+    def agent(*_: object) -> int:
+        asked.append(Guard().asked)
+        stop.touch()
+        asked.append(Guard().asked)
+        return 0
+
+    monkeypatch.setattr(launcher, "_run_agent", agent)
+    assert launch([], nproc=1) == 0 and asked == [None, "a stop request"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])

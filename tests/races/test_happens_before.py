@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
+from shardwise.agreement import all_ranks
+from shardwise.checkpoint.pieces import Staging
+from shardwise.checkpoint.saving import take_snapshot
 from shardwise.shard.group import Group
 from shardwise.shard.main_grad import MainGrad
 from tests.models import STRATEGIES, Model, loss_of, make_model, tokens
@@ -92,6 +95,14 @@ def load(model: Model, optimizer: torch.optim.Optimizer) -> None:
     sw.load_full_state_dict(model, state)
     backward(model)
     step(optimizer)
+
+
+def save_between(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """The copy to the host reads weights and states right after a step, and before the next."""
+    for _ in range(2):
+        backward(model)
+        step(optimizer)
+        Staging().copy(take_snapshot(all_ranks(), model, optimizer, None, None).pieces)
 
 
 def unshard(model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -210,6 +221,7 @@ RUNS = (
     penalise,
     evaluate_between,
     load,
+    save_between,
     unshard,
     unshard_ahead,
     call_submodule,
@@ -303,14 +315,14 @@ def step_and_write(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8_rowcol"])
 def test_gathers_inside_a_step_are_ordered(meshes: Meshes, precision: str) -> None:
-    for run in (train, step_and_write):
+    for run in (train, step_and_write, save_between):
         found = races(meshes, run, "zero1", precision, ours, gather_in_step=True)
         assert found == [], run.__name__
 
 
 @pytest.mark.parametrize("overlap", [False, True, "step"])
 def test_buckets_are_ordered(meshes: Meshes, overlap: Any) -> None:
-    for run in (train, step_and_write, keep_graphs):
+    for run in (train, step_and_write, save_between, keep_graphs):
         torch.manual_seed(0)
         with Checker() as checker:
             model = make_model(width=32, depth=3)
@@ -370,7 +382,7 @@ def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
     meshes: Meshes, strategy: str
 ) -> None:
     make_main = MainGrad.ready
-    for run in (train, accumulate, write_after_forward, step_in_hooks):
+    for run in (train, accumulate, save_between, write_after_forward, step_in_hooks):
         torch.manual_seed(0)
         with Checker() as checker:
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())

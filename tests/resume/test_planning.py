@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections import Counter
 from pathlib import Path
@@ -309,6 +310,8 @@ def test_values_come_back_as_they_were() -> None:
     half = torch.randn(3, 2).bfloat16()
     assert torch.equal(from_bytes(to_bytes(half, "it"), "it"), half)
     assert torch.isnan(torch.tensor(from_bytes(to_bytes(float("nan"), "it"), "it")))
+    mode = enum.Enum("mode", {"WORD": "a word"}, type=str)
+    assert from_bytes(to_bytes(mode("a word"), "it"), "it") == "a word", "not 'mode.WORD'"
 
 
 class Odd(nn.Module):

@@ -420,9 +420,16 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     work = tokenise.work_of([str(tmp_path)], "text")[0]
     with pytest.raises(DataError, match=r"a\.jsonl, byte 17: no text under 'text' \(keys: text\)"):
         list(tokenise.texts_of(work, "text"))
-    (tmp_path / "a.jsonl").write_text("{oh\n")
-    with pytest.raises(DataError, match="byte 0: this line is no JSON"):
-        list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
+    for line in ("{oh\n", "[" * 100_000):
+        (tmp_path / "a.jsonl").write_text(line)
+        with pytest.raises(DataError, match="byte 0: this line is no JSON"):
+            list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
+    packed = gzip.compress(b'{"text": "fine"}\n' * 9)
+    for damaged in (packed[:-4], packed[:15] + b"~~" + packed[17:]):
+        (tmp_path / "b.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"b\.jsonl\.gz cannot be read"):
+            list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[1], "text"))
+    (tmp_path / "b.jsonl.gz").unlink()
     with pytest.raises(DataError, match=r"a\.jsonl is in .*name it once"):
         tokenise.work_of([str(tmp_path / "a.jsonl")] * 2, "text")
     with pytest.raises(DataError, match="'nothing' names no data"):

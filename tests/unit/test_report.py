@@ -287,6 +287,11 @@ def test_what_was_done_again_after_a_resume_is_drawn_once() -> None:
     again: list[Event] = [{"kind": "step", "step": s, "loss": 9.0} for s in range(1, 7)]
     again += [{"kind": "resume", "step": 3}]
     again += [{"kind": "step", "step": s, "loss": 2.0} for s in range(4, 6)]
+    dropped = [{"kind": "skip", "step": 5, "grad_norm": "nan"}]
+    happened: list[Event] = [*again[:6], *dropped, *again[6:], *dropped]
+    happened += [{"kind": "error", "step": 6, "text": "the end of it"}]
+    page = report_html(happened + [{"kind": "step", "step": 5, "grad_norm": 1.0}])
+    assert "Gradient norm, steps dropped: 1" in page and "the end of it" in page
     text = loss_svg(again)
     assert text is not None
     tips = re.findall(r"<title>step (\d): train ([\d.]+)", text)

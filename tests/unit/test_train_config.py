@@ -10,6 +10,7 @@ import importlib.machinery
 import io
 import itertools
 import json
+import math
 import os
 import py_compile
 import re
@@ -178,6 +179,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"seed=10{20} must be less than 2\*\*43"):
         TrainConfig(seed=10**20)
+    with pytest.raises(ValueError, match="clip=inf must be more than 0, and finite"):
+        TrainConfig(clip=math.inf)
     with pytest.raises(ValueError, match=r"timeout=1e\+308: at most 1e9 seconds"):
         TrainConfig(timeout=1e308)
 
@@ -441,11 +444,23 @@ def test_wrong_words_get_one_line_that_says_what_to_type(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[1]")
+    Path("a").mkdir()
+    Path("a", "events.jsonl").write_text('{"kind": "run"}\n')
     for words, said in (
         ("plan smoke --ranks 0", "--ranks 0: give 1 or more"),
         ("plan smoke --sequences -1", "--sequences -1: give 1 or more"),
         ("plan smoke --ranks 2 --rank 2", "--rank 2: give one from 0 to 1"),
-        ("report a b --out nowhere/c.html", "make the folder nowhere first"),
+        ("plan smoke --rank 1", "--rank has an effect with --dry-run alone"),
+        ("plan smoke --dry-run --sequences 2", "--sequences without it alone"),
+        ("plan list.json", "list.json holds a list, not an object"),
+        ("report a b --out nowhere/c.html", "name a file, in a folder that is there"),
+        ("report a b --out .", "name a file, in a folder that is there"),
+        ("report a --out c.html", "--out c.html is for several runs"),
+        ("report a a a", "a is named twice"),
+        ("train smoke --nproc 0 --dry-run", "--nproc 0: give 1 or more"),
+        ("train smoke --max-restarts -1", "--max-restarts -1: give 0 or more"),
+        ("train smoke --data stdlib:0.5,no:0.5 --dry-run", "'no' names no data"),
         ("train smoke --resume --out nowhere", "leave --resume out to begin"),
     ):
         assert cli.run(words.split()) == 2, words
