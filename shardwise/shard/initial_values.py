@@ -140,7 +140,8 @@ def checksum(value: Tensor) -> int:
     """A checksum of the bits and their order; 0 for a parameter that has no values yet.
 
     The bits fill the rows of a table, which are summed almost as fast as memory is read: each word
-    by an odd number for its column, each row by its place. The rest is summed byte by byte.
+    times an odd number for its column, each row times one for its place; the rest byte by byte. A
+    product with an odd number loses no bit where it overflows: no word can change alone.
     """
     if value.is_meta:
         return 0
@@ -151,9 +152,8 @@ def checksum(value: Tensor) -> int:
     odd = torch.arange(1, 2 * _WORDS, 2, dtype=torch.int32, device=bits.device)
     parts = table.split(1 << 11)  # in parts: the products take memory too
     rows = torch.cat([(part * odd).view(torch.int64).sum(1) for part in parts])
-    places = torch.arange(1, max(rows.numel(), rest.numel()) + 1, device=bits.device)
-    total = sum((one * places[: one.numel()]).sum() for one in (rows, rest))
-    return int(total) % (1 << 63)
+    places = torch.arange(1, 2 * max(rows.numel(), rest.numel()) + 1, 2, device=bits.device)
+    return int(sum((one * places[: one.numel()]).sum() for one in (rows, rest)))
 
 
 _WORDS = 2048  # of a row

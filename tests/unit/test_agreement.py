@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shardwise.agreement import all_ranks, together
 from shardwise.checkpoint import CheckpointError, DamagedError, MismatchError, SaveError
 from shardwise.checkpoint.errors import joint_error
+from shardwise.shard.initial_values import checksum
 from tests.ranks import run_ranks
 
 Outcome = tuple[str, str] | tuple[int, list[int]]
@@ -60,3 +62,22 @@ def test_a_process_alone_needs_no_group() -> None:
     assert together(lambda: 4, axis, facts=str) == (4, ["4"])
     with pytest.raises(ValueError, match=r"^here$"):
         together(lambda: (_ for _ in ()).throw(OSError("here")), axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_checksum_sees_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    value = torch.randn(5 * 2048 + 3).to(dtype)  # rows of the table, and a rest
+    places = [0, 1, 2, 3, 2047, 2048, 4096, 4097, 6145, 8193, 10239, value.numel() - 1]
+    words = [(value.element_size() * place) for place in places]
+    seen = {checksum(value)}
+    for at in words:
+        for byte in (at, at + value.element_size() - 1):
+            for bit in (0, 7):
+                changed = value.clone()
+                changed.view(torch.uint8)[byte] ^= 1 << bit
+                seen.add(checksum(changed))
+    assert len(seen) == 1 + 4 * len(words), "a changed bit was not seen"
+    swapped = value.clone()
+    swapped[[2, 5000]] = value[[5000, 2]]
+    assert checksum(swapped) not in seen
+    assert checksum(value[:0]) == 0 and checksum(value[7]) == checksum(value[7:8])
