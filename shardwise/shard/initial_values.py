@@ -137,31 +137,20 @@ def _compare(
 
 
 def checksum(value: Tensor) -> int:
-    """A checksum of the bits and their order; 0 for a parameter that has no values yet.
-
-    The bits fill the rows of a table, which are summed almost as fast as memory is read: each word
-    times an odd number for its column, each row times one for its place; the rest byte by byte. A
-    product with an odd number loses no bit where it overflows: no word can change alone.
-    """
+    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
     if value.is_meta:
         return 0
-    bits = _bits(value).view(torch.uint8)
-    bits = bits.clone() if bits.storage_offset() % 4 else bits  # for words of 4 bytes
-    rest = bits[bits.numel() // (4 * _WORDS) * 4 * _WORDS :]
-    table = bits[: bits.numel() - rest.numel()].view(torch.int32).view(-1, _WORDS)
-    odd = torch.arange(1, 2 * _WORDS, 2, dtype=torch.int32, device=bits.device)
-    parts = table.split(1 << 11)  # in parts: the products take memory too
-    rows = torch.cat([(part * odd).view(torch.int64).sum(1) for part in parts])
-    places = torch.arange(1, 2 * max(rows.numel(), rest.numel()) + 1, 2, device=bits.device)
-    return int(sum((one * places[: one.numel()]).sum() for one in (rows, rest)))
-
-
-_WORDS = 2048  # of a row
+    total, first = 0, 1
+    for part in _bits(value).split(1 << 22):  # in parts: the positions take memory too
+        places = torch.arange(first, first + part.numel(), device=part.device)
+        total += int((part.to(torch.int64) * places).sum().item())
+        first += part.numel()
+    return total % (1 << 63)
 
 
 def _bits(value: Tensor) -> Tensor:
-    """A value as integers, in one row; a view where it is contiguous."""
+    """A value as integers of at most 4 bytes, in one row; a view where it is contiguous."""
     flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
     return flat.view(width[flat.element_size()])
