@@ -78,6 +78,11 @@ class GatherPlan(NamedTuple):
     mine: Tensor | None  # its place; None: nothing is cast
     stages: list[tuple[Tensor, Tensor, comm.Axis]]
 
+    @property
+    def views(self) -> list[Any]:
+        """All tensors that the plan holds."""
+        return [self.source, self.mine, *(one for stage in self.stages for one in stage)]
+
     def run(self) -> comm.Pending:
         """Every stage but the last is waited for: the next one sends what it brought."""
         if self.mine is not None:

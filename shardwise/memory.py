@@ -19,13 +19,16 @@ that autograd saved, stays. A *source* decides where the memory comes from:
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from sys import getrefcount
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 
 class Ledger:
@@ -105,6 +108,9 @@ class Block:
         self.kind, self.lane, self.numel = kind, lane, numel
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+        self.storage = self.tensor.untyped_storage()
+        self._least, self._begun = 0, 0  # holders when others began to make views, and when
+        self._saved = {0}  # numbers of further holders, all of them autograd's
         self.live = True
         self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
@@ -133,7 +139,47 @@ class Block:
     @property
     def holders(self) -> int:
         """The number of tensors that lie in the memory, its own among them."""
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,no-any-return]
+        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined,no-any-return]
+
+    def begin_views(self) -> None:
+        """From here on others may make views; the owner's own are there."""
+        self._least, self._begun = self._least or self.holders, gc.get_count()[2]
+
+    def is_kept(self, ours: Callable[[], Iterable[Any]], for_good: bool) -> bool:
+        """Whether somebody keeps a view that was made since ``begin_views``. ``for_good``: also
+        autograd; else looked for only where the memory has another number of holders than when
+        nobody but autograd kept one."""
+        more = self.holders - self._least
+        if for_good or more in self._saved:
+            return for_good and more > 0
+        viewed = self.is_viewed(ours(), self._begun)
+        if not viewed:
+            self._saved.add(more)
+        return viewed
+
+    def is_viewed(self, ours: Iterable[Any], since: int) -> bool:
+        """Whether objects of Python (a list, a closure, a module) hold views of the memory, beside
+        ``ours``; autograd, which reads its own in backward, does not count. ``since``: what
+        ``gc.get_count()[2]`` was before there were any; where it has changed, not all are young."""
+        ages = range(2 if gc.get_count()[2] == since else 3)
+        found: list[Any] = [
+            one
+            for age in ages
+            for one in gc.get_objects(age)
+            if issubclass(type(one), (torch.Tensor, FunctionCtx))
+        ]
+        # What autograd keeps alone: its nodes, and tensors (DTensors have others inside).
+        held = dict(zip(map(id, found), _count_references(found), strict=True))
+        alone = [one for one in found if isinstance(one, FunctionCtx) or not held[id(one)]]
+        attributes = gc.get_referents(*alone)
+        attributes += gc.get_referents(*[one for one in attributes if type(one) is dict])
+        inside = Counter(map(id, attributes))
+        known, here = set(map(id, ours)), self.storage._cdata
+        return any(
+            held[id(one)] > inside[id(one)] and torch._C._storage_address(one) == here  # type: ignore[attr-defined]
+            for one in found
+            if isinstance(one, torch.Tensor) and id(one) not in known and torch._C._has_storage(one)  # type: ignore[attr-defined]
+        )
 
     def leave(self) -> None:
         """Leave the memory to whoever holds views of it, and go on with another."""
@@ -144,8 +190,16 @@ class Block:
         view of it for autograd, so its version counter stays its own."""
         with torch.no_grad():
             self.tensor.set_(storage, 0, (self.numel,), (1,))
+        self.storage, self._least, self._saved = storage, 0, {0}
         if self.moved is not None:
             self.moved()
+
+
+def _count_references(found: list[Any]) -> list[int]:
+    """How many references objects of Python hold to each, beside this list."""
+    alike, *counts = [getrefcount(one) for one in (object(), *found)]
+    shared = [isinstance(one, torch.Tensor) and one._use_count() > 1 for one in found]  # type: ignore[attr-defined]
+    return [count - alike - 1 - torchs for count, torchs in zip(counts, shared, strict=True)]
 
 
 class _Counted:
@@ -200,12 +254,12 @@ class Caching:
     """
 
     def acquire(self, block: Block) -> None:
-        block.tensor.untyped_storage().resize_(block.nbytes)
+        block.storage.resize_(block.nbytes)
 
     def release(self, block: Block) -> None:
-        if not block.tensor.untyped_storage().resizable():
+        if not block.storage.resizable():
             block.leave()
-        block.tensor.untyped_storage().resize_(0)
+        block.storage.resize_(0)
 
 
 CACHING = Caching()
@@ -226,7 +280,7 @@ class TracePool:
         weakref.finalize(self, self._idle.set, 0).atexit = False
 
     def acquire(self, block: Block) -> None:
-        free, own = self._free[block.lane, block.tensor.device], block.tensor.untyped_storage()
+        free, own = self._free[block.lane, block.tensor.device], block.storage
 
         def distance(number: int) -> tuple[int, bool]:
             storage = free[number]
@@ -245,7 +299,7 @@ class TracePool:
             block.move(storage)
 
     def release(self, block: Block) -> None:
-        storage, idle = block.tensor.untyped_storage(), block.nbytes
+        storage, idle = block.storage, block.nbytes
         if storage.resizable():
             self._free[block.lane, block.tensor.device].append(storage)
         else:  # numpy shows it: it stays with whoever looks at it

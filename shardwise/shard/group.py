@@ -50,7 +50,6 @@ class Group:
     label = ""  # what others call it in messages, once its unit has a name
     # Versions of the whole weights, and how often any was lent, when writes were last looked for.
     _versions: Sequence[int] = ()
-    _holders = 0  # of the memory of the whole weights, when they were first gathered there
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
@@ -194,7 +193,7 @@ class Group:
 
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``."""
-        self._plan, self._holders = None, 0
+        self._plan = None
         if not self.whole.flat.is_meta:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
@@ -376,7 +375,7 @@ class Group:
         """Make the whole weights usable by what the caller computes next."""
         if self.pending:
             self._arrive()
-            self._holders = self._holders or self.whole.block.holders
+            self.whole.block.begin_views()
             runtime.lanes.wait("compute", self._ready)
             self._ready = None
             if not self.offload:  # else the host has not waited
@@ -387,11 +386,12 @@ class Group:
 
     def release(self, runtime: Runtime, *, for_good: bool = False) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read them.
-        ``for_good``: no backward reads them; who has kept a view since the gather keeps them."""
+        Who has kept a view since the gather keeps them. ``for_good``: no backward reads them, so
+        that autograd counts too."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
-        if for_good and not self.movable and self.whole.block.holders > self._holders:
+        if not self.movable and self.whole.block.is_kept(self._own_views, for_good):
             runtime.lanes.leave(self.whole.flat)
             self.whole.block.leave()
         runtime.lanes.join("gather", "compute")
@@ -401,6 +401,12 @@ class Group:
                 copy.filled = None
         for parameter, gone in zip(self.unsharded, self._gone, strict=False):
             parameter.show_gone(gone)
+
+    def _own_views(self) -> list[Any]:
+        """The tensors in the memory of the whole weights that this group holds."""
+        ours = [self.whole.flat, *self._views, *self.unsharded]
+        ours += [one.memory for one in self.unsharded]
+        return ours + (self._plan.views if self._plan is not None else [])
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather

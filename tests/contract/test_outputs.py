@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.shard.containers import Swaps, cast_floats, put_back
+from shardwise.shard.group import storage_of
+from shardwise.shard.module import unit_of
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
@@ -241,11 +244,22 @@ class Pair(NamedTuple):
     second: list[Tensor]
 
 
+class Cache:
+    """An object that torch opens by functions which were registered for it."""
+
+    def __init__(self, keys: list[Tensor], last: Tensor) -> None:
+        self.keys, self.last, self.seen = keys, last, 0
+
+
+register_pytree_node(Cache, lambda one: ([one.keys, one.last], None), lambda two, _: Cache(*two))
+
+
 @dataclasses.dataclass
 class Shared:
     """What a model hands from block to block, and every block writes to."""
 
     x: Tensor
+    cache: Cache
     by_name: dict[str, Tensor]
     losses: Pair
     not_yet: Tensor = dataclasses.field(init=False)
@@ -262,6 +276,9 @@ class Writing(nn.Module):
         shared.losses[1].insert(0, shared.losses[0][-1] * 2)
         shared.by_name["sum"] = shared.by_name.get("sum", 0) + hidden
         aside["last"] = aside.pop("last") * 2 + hidden
+        shared.cache.keys.append(hidden)
+        shared.cache.seen = len(shared.cache.keys)
+        shared.cache.last = hidden
         shared.x = shared.x + hidden
         return hidden, shared, aside  # and in it the tensor of before the block
 
@@ -274,13 +291,16 @@ class WritingNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        shared, aside = Shared(x, {}, Pair(deque(), [])), OrderedDict[str, Any](last=x, first=x)
+        shared = Shared(x, Cache([x], x), {}, Pair(deque(), []))
+        aside = OrderedDict[str, Any](last=x, first=x)
         aside["itself"] = aside
         for block in self.blocks:
             shared.x = shared.x + block(shared, aside=aside)[0]
         one, two = shared.losses
         assert len(one) == len(two) == 3 and aside["first"] is x
-        return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two)
+        kept = shared.cache
+        assert kept.seen == 4 and kept.keys[0] is x and kept.keys[-1] is kept.last
+        return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two) + kept.keys[2]
 
 
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
@@ -321,6 +341,44 @@ def test_weights_that_a_module_of_a_list_lends_are_named(rank: int, world_size: 
     assert net(vectors(rank), False).shape == (3, WIDTH)
     text = raised(lambda: net(vectors(rank), True), RuntimeError)
     assert "returns a tensor of shape [2, 10] that lies in the memory of its weights" in text
+
+
+class Keeping(nn.Linear):
+    """Leaves a view of its weight with somebody who reads it later."""
+
+    def __init__(self, kept: Callable[[Tensor], object]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.keep = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.weight.t()
+        self.keep(turned)
+        return x @ turned
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@on_ranks(2)
+def test_views_of_weights_may_be_kept(rank: int, world_size: int, retain: bool) -> None:
+    """In a list, a closure, an attribute: memory that was given back is not read (a segmentation
+    fault). What autograd alone keeps is given back as ever."""
+    kept: list[Tensor] = []
+    net = nn.Sequential(Keeping(kept.append), Keeping(id), Keeping(id))
+    net[2].keep = partial(setattr, net[2], "turned")
+    before = [layer.weight.detach().t().clone() for layer in (net[0], net[2])]
+    wrapped = [sw.fully_shard(one, **options_for("zero3", world_size)) for one in (*net, net)]
+    blocks = [unit_of(one).groups[0].whole.block for one in wrapped[:3]]  # type: ignore[union-attr]
+    for _ in range(2):
+        storages = [storage_of(block.tensor) for block in blocks]
+        loss = net(vectors(rank)).square().sum()
+        views = kept[-1], net[2].turned
+        assert all(map(torch.equal, views, before)) and not any(block.live for block in blocks)
+        same = [
+            storage_of(block.tensor) == storage
+            for block, storage in zip(blocks, storages, strict=True)
+        ]
+        assert same == [False, True, False]
+        loss.backward(retain_graph=retain)
+        assert all(map(torch.equal, views, before)) and not any(block.live for block in blocks)
 
 
 @dataclasses.dataclass
