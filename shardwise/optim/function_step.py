@@ -99,9 +99,10 @@ class FunctionGroup(MatrixGroup):
                 old = before.get(full)
                 if isinstance(old, ShardedTensor) and isinstance(made, ShardedTensor):
                     same = old.cut.matches(made.cut) and old.dtype == dtype
+                    same = same and old.device == made.device
                     found[full] = old if same else made.copy_(old.to(dtype))
                 else:
-                    found[full] = made if old is None else old.to(dtype)
+                    found[full] = made if old is None else old.to(made)
         self._seen.clear()
         self._unread.clear()
         return found

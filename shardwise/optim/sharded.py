@@ -195,7 +195,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"reduced to where that one needs them: step that one, or build this one anew. (Or "
                 f"a module was moved alone after backward: call .to() on the whole model.)"
             )
-
         if thawed := [(name, p) for name, p in self.frozen if p.requires_grad]:
             held = {id(p) for group in self.param_groups for p in group["params"]}
             if names := [name for name, p in thawed if id(p) not in held]:
@@ -215,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "routes that it was built with: build it anew",
                 quoted(names),
             )
-        members = [one for matrices in self._matrix_groups or () for one in matrices.members]
+        members = (one for matrices in self._matrix_groups or () for one in matrices.members)
         planned = {id(one.parameter): id(one.group) for one in members}
         groups = [group for group in self.param_groups if group["kind"] != "elementwise"]
         found = {id(p): id(group) for group in groups for p in group["params"]}
@@ -228,12 +227,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:  # torch's switches, which add_param_group refuses too
             own = function_of(group).options if group["kind"] == "function" else {}
-            if key := next(
-                (k for k in ("maximize", "amsgrad") if group.get(k) and k not in own), 0
-            ):
+            if key := [k for k in ("maximize", "amsgrad") if group.get(k) and k not in own]:
                 raise ValueError(
-                    f"{key}=True in a parameter group, which this optimizer does not know: nothing "
-                    f"was updated. Take it out (to maximize, turn the sign of the loss)"
+                    f"{key[0]}=True in a parameter group, which this optimizer does not know: "
+                    f"nothing was updated. Take it out (to maximize, turn the sign of the loss)"
                 )
         if self._planned_settings() != self._planned:  # somebody changed them, or a load did
             for group in groups:
@@ -262,10 +259,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Elementwise groups come first, then matrices part by part. Weights that are updated may be
         gathered (``overlap_gather="step"``) while later matrices are orthogonalised.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         if self.half_step is not None:
             raise RuntimeError(self.half_step)
         self._check_divisions()
@@ -387,19 +382,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         that have the saved ones' names, in another order, get the states of their names."""
         mine = self.param_groups
         kinds = [group.get("function", group["kind"]) for group in mine]
-        saved = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
-        if kinds != saved:
+        theirs = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
+        if kinds != theirs:
             raise ValueError(
-                f"the state dict holds groups of kinds {saved}, this optimizer {kinds}: build it "
+                f"the state dict holds groups of kinds {theirs}, this optimizer {kinds}: build it "
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
-        super().load_state_dict(state_dict | {"param_groups": self._by_name(state_dict)})
+        groups = self._by_name(state_dict)
+        super().load_state_dict(state_dict | {"param_groups": groups})
         # The groups stay the same objects, which matrices know: ownership is not planned again.
         loaded, self.param_groups = self.param_groups, mine
-        for group, new in zip(mine, loaded, strict=True):
+        for group, new, saved in zip(mine, loaded, groups, strict=True):
             own = {key: group[key] for key in ("function", *MACHINE_SETTINGS) if key in group}
             group.clear()
             group.update(new | own)
+            for one, index in zip(group["params"], saved["params"], strict=True):
+                if group["kind"] == "function":  # torch cast its states to the parameter's dtype
+                    self.state[one] = dict(state_dict["state"].get(index, {}))
         self._make_states()
         for group, new in zip(mine, loaded, strict=True):
             for parameter in group["params"] if group["kind"] == "matrix" else ():

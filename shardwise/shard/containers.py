@@ -52,7 +52,8 @@ def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
 
 def _slots(value: Any) -> list[str]:
     found = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    return [name for names in found for name in ([names] if isinstance(names, str) else names)]
+    names = [name for one in found for name in ([one] if isinstance(one, str) else one)]
+    return [name for name in names if not name.startswith("__")]
 
 
 _SIMPLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
@@ -86,7 +87,8 @@ def map_tensors(
     What holds nothing changed is returned as it is, the same object. What holds something is
     copied; with ``swaps`` and ``in_place``, lists, dicts, deques and dataclasses are changed in
     place until ``put_back``: a forward may write to those that it was given (a cache, a list of
-    losses). ``around``: the ids of the containers around it, which may be in it again.
+    losses). What it sets as attributes of a registered pytree's copy is written back. ``around``:
+    the ids of the containers around it, which may be in it again.
     """
     again = partial(map_tensors, change, swaps=swaps, in_place=in_place)
     if isinstance(value, Tensor):
@@ -116,7 +118,12 @@ def map_tensors(
     if len(leaves) == 1 and leaves[0] is value:
         return value  # nothing that torch knows how to open
     items = [again(leaf, around=around) for leaf in leaves]
-    return value if all(map(is_, items, leaves)) else tree_unflatten(items, spec)
+    if all(map(is_, items, leaves)):
+        return value
+    made = tree_unflatten(items, spec)
+    if swaps is not None:
+        swaps.append((value, made, _items(made), dict(zip(map(id, items), leaves, strict=True))))
+    return made
 
 
 def put_back(swaps: Swaps) -> None:
@@ -137,7 +144,7 @@ def _write_back(
 ) -> None:
     """Write to ``given`` what was written to ``held``, its copy, which ``began`` with these."""
     now = _items(held)
-    if type(given) in (list, deque):
+    if isinstance(given, (list, deque)):
         if [id(item) for _, item in now] != [id(item) for _, item in began]:
             given.clear()
             given.extend(before.get(id(item), item) for _, item in now)
@@ -147,25 +154,25 @@ def _write_back(
         if first.pop(key, held) is not item:
             _set(given, key, before.get(id(item), item))
     for key in first:  # taken out
-        given.pop(key, None)
+        given.pop(key, None) if isinstance(given, dict) else delattr(given, key)
 
 
 _WRITABLE = (list, deque, dict, OrderedDict, defaultdict)
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
-    if type(container) in (list, deque):
+    if isinstance(container, (list, deque)):
         return list(enumerate(container))
-    if type(container) in _WRITABLE:
+    if isinstance(container, dict) and not dataclasses.is_dataclass(container):
         return list(container.items())
-    names = [field.name for field in dataclasses.fields(container)]  # some may have no value yet
+    names = [*getattr(container, "__dict__", ()), *_slots(container)]  # some may have no value yet
     return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
 
 
 def _set(container: Any, key: Any, item: Any) -> None:
-    if type(container) in _WRITABLE:
+    if isinstance(container, dict) and dataclasses.is_dataclass(container):
+        setattr(container, key, item)  # transformers' outputs hold each value twice
+    elif isinstance(container, (list, deque, dict)):
         container[key] = item
-    elif isinstance(container, dict):  # transformers' outputs hold each value twice
-        setattr(container, key, item)
     else:
         object.__setattr__(container, key, item)  # also where it is frozen

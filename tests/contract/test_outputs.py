@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -241,11 +242,22 @@ class Pair(NamedTuple):
     second: list[Tensor]
 
 
+class Cache:
+    """An object that torch opens by functions which were registered for it."""
+
+    def __init__(self, keys: list[Tensor], last: Tensor) -> None:
+        self.keys, self.last, self.seen = keys, last, 0
+
+
+register_pytree_node(Cache, lambda one: ([one.keys, one.last], None), lambda two, _: Cache(*two))
+
+
 @dataclasses.dataclass
 class Shared:
     """What a model hands from block to block, and every block writes to."""
 
     x: Tensor
+    cache: Cache
     by_name: dict[str, Tensor]
     losses: Pair
     not_yet: Tensor = dataclasses.field(init=False)
@@ -262,6 +274,9 @@ class Writing(nn.Module):
         shared.losses[1].insert(0, shared.losses[0][-1] * 2)
         shared.by_name["sum"] = shared.by_name.get("sum", 0) + hidden
         aside["last"] = aside.pop("last") * 2 + hidden
+        shared.cache.keys.append(hidden)
+        shared.cache.seen = len(shared.cache.keys)
+        shared.cache.last = hidden
         shared.x = shared.x + hidden
         return hidden, shared, aside  # and in it the tensor of before the block
 
@@ -274,13 +289,16 @@ class WritingNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        shared, aside = Shared(x, {}, Pair(deque(), [])), OrderedDict[str, Any](last=x, first=x)
+        shared = Shared(x, Cache([x], x), {}, Pair(deque(), []))
+        aside = OrderedDict[str, Any](last=x, first=x)
         aside["itself"] = aside
         for block in self.blocks:
             shared.x = shared.x + block(shared, aside=aside)[0]
         one, two = shared.losses
         assert len(one) == len(two) == 3 and aside["first"] is x
-        return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two)
+        kept = shared.cache
+        assert kept.seen == 4 and kept.keys[0] is x and kept.keys[-1] is kept.last
+        return shared.x + shared.by_name["sum"] + aside["last"] + sum(one) + sum(two) + kept.keys[2]
 
 
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)

@@ -233,7 +233,7 @@ def scaled(by: float, runs: list[float]) -> Any:
     def mine(gradient: Tensor, state: State, *, lr: float, betas: Any = (0.9,)) -> Tensor:
         runs.append(by)
         int(gradient.sum())  # looks at values, so that no meta tensor will do
-        state["n"] = gradient.new_zeros(len(gradient))
+        state["n"] = gradient.new_full((len(gradient),), 1 / 3, dtype=torch.float64)
         return by * lr * gradient
 
     return mine
@@ -255,6 +255,8 @@ def test_functions_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> N
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state[model.a]["n"].item() == 1 / 3, "in its own dtype"
         for was, parameter in zip(before, (model.a, model.b), strict=True):
             torch.testing.assert_close(was - parameter.detach(), torch.full((8, 9), factor))
         with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict\(\)"):
