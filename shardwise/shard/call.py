@@ -132,7 +132,7 @@ class Calls:
 
     begin        RUNNING
     end          RUNNING to AWAITED where a backward can come, else DONE
-    enter        AWAITED to OPEN where gradients go on to inputs, visible or hidden, else DONE
+    enter        any to OPEN where gradients go on to inputs, visible or hidden, else DONE
     leave        any to DONE: the gradients of its inputs are on their way
     forget       no longer counted among the awaited; a kept graph may still lead into one
     stop         RUNNING and OPEN to DONE
@@ -175,12 +175,12 @@ class Calls:
         self.awaited.append(call)
 
     def enter(self, call: Call, stays: bool) -> None:
-        """Backward has come to a call. ``stays``: no gate tells when it has left it again."""
-        if call.state is CallState.AWAITED:
-            _remove(self.awaited, call)
-            call.state = CallState.OPEN if call.gated or stays else CallState.DONE
-            if call.state is CallState.OPEN:
-                self.open.append(call)
+        """A backward has come to a call: the first, or one more over a kept graph. ``stays``: no
+        gate tells when it has left it again."""
+        _remove(self.awaited, call)
+        call.state = CallState.OPEN if call.gated or stays else CallState.DONE
+        if call.state is CallState.OPEN:
+            self.open.append(call)
 
     def leave(self, call: Call) -> None:
         """The gradients of a call's inputs are on their way."""

@@ -101,7 +101,8 @@ def fully_shard(
             that no rank calls has None under "zeros" too, and is named under "error". With
             "zeros" ranks may differ in what their losses depend on. They must not where a unit is
             inside a reentrant checkpoint or has one inside, where a checkpoint around several units
-            has several outputs, and where the weight gradients of a unit are delayed.
+            has several outputs, where the weight gradients of a unit are delayed, and in a second
+            backward over a kept graph (all ranks raise: out of step).
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
             holds.

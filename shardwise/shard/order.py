@@ -82,11 +82,11 @@ class Order:
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
-        if unit in self.waiting():
+        if unit not in self.waiting():  # not of this forward, or its turn was passed over
+            unit.reduce()
+        elif unit not in self._ready:  # else an earlier call completed it: no gradient comes to it
             self._ready.append(unit)
             self._advance()
-        else:  # not of this forward, or its turn was passed over
-            unit.reduce()
 
     def waiting(self) -> list[Unit]:
         """Units whose turn has not come, in turn."""

@@ -272,12 +272,14 @@ class Unit(Wrapped):
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
-        if call.enters() and self.gather_in_backward and call.weights != self.versions:
+        first = call.enters()
+        if first and self.gather_in_backward and call.weights != self.versions:
             refuse_written(self, call.weights)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
-        self.calls.enter(call, stays=not call.gated and reads_on(self))
+        if first:
+            self.calls.enter(call, stays=not call.gated and reads_on(self))
 
     def _enter_backward(self) -> None:
         self.refuse_changes()
@@ -320,12 +322,9 @@ class Unit(Wrapped):
 
     def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
         """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
+        last, zeros = self.last and self.reduce_outer, self.unused == "zeros"
         for group in self.groups:
-            group.gradients.begin(
-                sync=self.sync,
-                last=self.last and self.reduce_outer,
-                zeros=self.unused == "zeros",
-            )
+            group.gradients.begin(sync=self.sync, last=last, zeros=zeros)
         self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:

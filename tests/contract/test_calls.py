@@ -116,19 +116,31 @@ def test_detached_inputs(rank: int, world_size: int, strategy: str) -> None:
 # ------------------------------------------------------------------------------ how often
 
 
+class Around(nn.Module):
+    """A unit that uses a unit inside, and none of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class Repeated(nn.Module):
     """Calls its units by a plan: any number of times, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks += [(around := Around()).inner, around]
         self.head = nn.Linear(WIDTH, WIDTH)
         self.plan = (0, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         for number in self.plan:
             x = self.blocks[number](x)
-        return self.head(x)
+        return x if number == 4 else self.head(x)
 
 
 def planned(rank: int, world_size: int, strategy: str, plans: tuple[tuple[int, ...], ...]) -> None:
@@ -142,7 +154,7 @@ def planned(rank: int, world_size: int, strategy: str, plans: tuple[tuple[int, .
 
 @pytest.mark.parametrize("strategy", WITH_BUCKETS)
 def test_a_unit_called_twice_in_one_forward(strategy: str) -> None:
-    plans = ((0, 1, 0, 2), (0, 0, 1, 2), (2, 1, 2, 1, 0))
+    plans = ((0, 1, 0, 2), (0, 0, 1, 2), (2, 1, 2, 1, 0), (0, 4, 4, 4))
     run_ranks(planned, ranks_for(strategy), strategy, plans)
 
 

@@ -124,8 +124,11 @@ def test_a_frozen_weight_is_there_until_backward_has_passed_it(
     wrap(net, world_size, strategy)
     before = transient_bytes()
     for step in range(3):
-        vector_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
+        loss = vector_loss(net, rank, step)
+        for kept in ((False,), (True, False), (True, True))[step]:  # two of one graph, too
+            loss.backward(retain_graph=kept)
+            average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
+        del loss
         # `inner` is right only if the frozen weights were there to the end.
         assert assert_gradients_equal(net, plain) == 6
         assert_at_rest(net, before)
