@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import functools
@@ -115,6 +116,8 @@ def run_ranks(
     pool = None if fresh else _idle_pools.pop(key, None)
     if pool is None:
         pool = _Pool(world_size, backend)
+    for other in _idle_pools.values():
+        other.pause()
     keep = False
     try:
         pool.start()
@@ -197,12 +200,14 @@ class _Pool:
         self.world_size = world_size
         self.backend = backend
         self.open_files = 0
+        self.paused = False
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def start(self) -> None:
         if self.processes:
+            self.pause(False)
             return
         # The server lives here, on a port that the kernel picked, so no two pools can collide.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -222,6 +227,15 @@ class _Pool:
             self.processes.append(process)
             self.pipes.append(here)
         self._collect("starting the ranks", PATIENCE_SECONDS)
+
+    def pause(self, paused: bool = True) -> None:
+        """Stop the ranks while other pools work, or let them go on: gloo's thread wakes 100 times a
+        second, and the idle ranks of a session took a fiftieth of the machine."""
+        if self.paused != paused and sys.platform == "linux":
+            self.paused = paused
+            for process in self.processes:
+                if process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def call(self, call: bytes, name: str, timeout: float) -> list[Any]:
         for pipe in self.pipes:
@@ -364,6 +378,8 @@ def _serve(
     # Ctrl-C reaches the whole terminal; the test process decides and kills us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
+    if sys.platform == "linux":  # a rank that is stopped cannot notice: the kernel ends it, with
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the process that it is a fork of
     with open(stack_path, "w") as stacks:
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
