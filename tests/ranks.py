@@ -39,11 +39,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import os
@@ -53,11 +51,10 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +65,13 @@ import torch.distributed as dist
 
 from shardwise import notices
 from tests.products import keep_one_product
+from tests.rank_process import (
+    collect_garbage,
+    exit_with_fork_server,
+    exit_with_parent,
+    put_back,
+    share_gloo_thread,
+)
 
 T = TypeVar("T")
 
@@ -378,15 +382,14 @@ def _serve(
     # Ctrl-C reaches the whole terminal; the test process decides and kills us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
-    if sys.platform == "linux":  # a rank that is stopped cannot notice: the kernel ends it, with
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the process that it is a fork of
+    exit_with_fork_server()
     with open(stack_path, "w") as stacks:
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
         keep_one_product()
         if sys.platform == "linux":
-            _share_gloo_thread()
+            share_gloo_thread()
 
         def join() -> None:
             # A connection to the server that the test process holds: no rank is the master.
@@ -398,7 +401,7 @@ def _serve(
                 # Longer than any test: a hang is reported by the pool, with stacks.
                 timeout=datetime.timedelta(minutes=20),
             )
-            _collect_garbage()
+            collect_garbage()
 
         _answer(pipe, join)
         while True:
@@ -407,55 +410,7 @@ def _serve(
             except EOFError:
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
-            _collect_garbage()
-
-
-def _share_gloo_thread() -> None:
-    """One thread of gloo for all groups of this process. Each group has its own otherwise, which
-    wakes 100 times a second for as long as the process lives: hundreds of them took half of the
-    machine while their ranks waited for the next test.
-
-    The thread polls while another one of this process holds the lock of a connection. Where that
-    one waits for a core, polling took a fifth of the CPU time of all ranks: the scheduler lets
-    threads of a higher "nice" value wait instead."""
-    gloo, before = dist.ProcessGroupGloo, os.listdir("/proc/self/task")
-    device, real = gloo.create_device(interface="lo"), gloo.__init__
-    for thread in {*os.listdir("/proc/self/task")}.difference(before):
-        os.setpriority(os.PRIO_PROCESS, int(thread), 10)
-
-    def shared(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = [device], 2, timeout
-        real(self, store, rank, size, options)
-
-    gloo.__init__ = shared
-
-
-_seen: set[str] = set()  # modules of the package
-_callables: list[tuple[dict[str, Any], str, Any]] = []  # names of a module, name, value
-
-
-@contextlib.contextmanager
-def _put_back() -> Iterator[None]:
-    """Put back what a call replaced in the modules of the package: the next test has these ranks
-    too."""
-    for module in [name for name in sys.modules.keys() - _seen if name.startswith("shardwise")]:
-        names = vars(sys.modules[module])
-        _callables.extend((names, name, value) for name, value in names.items() if callable(value))
-    _seen.update(sys.modules)
-    try:
-        yield
-    finally:
-        for names, name, value in _callables:
-            if names.get(name) is not value:
-                names[name] = value
-
-
-def _collect_garbage() -> None:
-    """Collect, then let later collections skip what is left: torch's own half million objects,
-    and modules that tests import one after the other."""
-    gc.collect()
-    gc.freeze()
+            collect_garbage()
 
 
 def _run(message: bytes, rank: int, world_size: int) -> object:
@@ -466,7 +421,7 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     notices._told.clear()
-    with _put_back():
+    with put_back():
         return _as_plain_values(fn(rank, world_size, *args))
 
 
@@ -516,15 +471,3 @@ def _format(error: BaseException) -> str:
 
 def _count_open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-
-
-def exit_with_parent() -> None:
-    """End this process with the test process, even if it was killed while we hang in C."""
-
-    def watch() -> None:
-        parent = parent_process()
-        assert parent is not None
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
