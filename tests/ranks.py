@@ -42,7 +42,6 @@ import contextlib
 import datetime
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import os
@@ -52,11 +51,10 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +65,13 @@ import torch.distributed as dist
 
 from shardwise import notices
 from tests.products import keep_one_product
+from tests.rank_process import (
+    collect_garbage,
+    exit_with_fork_server,
+    exit_with_parent,
+    put_back,
+    share_gloo_thread,
+)
 
 T = TypeVar("T")
 
@@ -115,6 +120,8 @@ def run_ranks(
     pool = None if fresh else _idle_pools.pop(key, None)
     if pool is None:
         pool = _Pool(world_size, backend)
+    for other in _idle_pools.values():
+        other.pause()
     keep = False
     try:
         pool.start()
@@ -197,12 +204,14 @@ class _Pool:
         self.world_size = world_size
         self.backend = backend
         self.open_files = 0
+        self.paused = False
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def start(self) -> None:
         if self.processes:
+            self.pause(False)
             return
         # The server lives here, on a port that the kernel picked, so no two pools can collide.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -222,6 +231,15 @@ class _Pool:
             self.processes.append(process)
             self.pipes.append(here)
         self._collect("starting the ranks", PATIENCE_SECONDS)
+
+    def pause(self, paused: bool = True) -> None:
+        """Stop the ranks while other pools work, or let them go on: gloo's thread wakes 100 times a
+        second, and the idle ranks of a session took a fiftieth of the machine."""
+        if self.paused != paused and sys.platform == "linux":
+            self.paused = paused
+            for process in self.processes:
+                if process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def call(self, call: bytes, name: str, timeout: float) -> list[Any]:
         for pipe in self.pipes:
@@ -364,13 +382,14 @@ def _serve(
     # Ctrl-C reaches the whole terminal; the test process decides and kills us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
+    exit_with_fork_server()
     with open(stack_path, "w") as stacks:
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
         keep_one_product()
         if sys.platform == "linux":
-            _share_gloo_thread()
+            share_gloo_thread()
 
         def join() -> None:
             # A connection to the server that the test process holds: no rank is the master.
@@ -382,7 +401,7 @@ def _serve(
                 # Longer than any test: a hang is reported by the pool, with stacks.
                 timeout=datetime.timedelta(minutes=20),
             )
-            _collect_garbage()
+            collect_garbage()
 
         _answer(pipe, join)
         while True:
@@ -391,55 +410,7 @@ def _serve(
             except EOFError:
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
-            _collect_garbage()
-
-
-def _share_gloo_thread() -> None:
-    """One thread of gloo for all groups of this process. Each group has its own otherwise, which
-    wakes 100 times a second for as long as the process lives: hundreds of them took half of the
-    machine while their ranks waited for the next test.
-
-    The thread polls while another one of this process holds the lock of a connection. Where that
-    one waits for a core, polling took a fifth of the CPU time of all ranks: the scheduler lets
-    threads of a higher "nice" value wait instead."""
-    gloo, before = dist.ProcessGroupGloo, os.listdir("/proc/self/task")
-    device, real = gloo.create_device(interface="lo"), gloo.__init__
-    for thread in {*os.listdir("/proc/self/task")}.difference(before):
-        os.setpriority(os.PRIO_PROCESS, int(thread), 10)
-
-    def shared(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = [device], 2, timeout
-        real(self, store, rank, size, options)
-
-    gloo.__init__ = shared
-
-
-_seen: set[str] = set()  # modules of the package
-_callables: list[tuple[dict[str, Any], str, Any]] = []  # names of a module, name, value
-
-
-@contextlib.contextmanager
-def _put_back() -> Iterator[None]:
-    """Put back what a call replaced in the modules of the package: the next test has these ranks
-    too."""
-    for module in [name for name in sys.modules.keys() - _seen if name.startswith("shardwise")]:
-        names = vars(sys.modules[module])
-        _callables.extend((names, name, value) for name, value in names.items() if callable(value))
-    _seen.update(sys.modules)
-    try:
-        yield
-    finally:
-        for names, name, value in _callables:
-            if names.get(name) is not value:
-                names[name] = value
-
-
-def _collect_garbage() -> None:
-    """Collect, then let later collections skip what is left: torch's own half million objects,
-    and modules that tests import one after the other."""
-    gc.collect()
-    gc.freeze()
+            collect_garbage()
 
 
 def _run(message: bytes, rank: int, world_size: int) -> object:
@@ -450,7 +421,7 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     notices._told.clear()
-    with _put_back():
+    with put_back():
         return _as_plain_values(fn(rank, world_size, *args))
 
 
@@ -500,15 +471,3 @@ def _format(error: BaseException) -> str:
 
 def _count_open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-
-
-def exit_with_parent() -> None:
-    """End this process with the test process, even if it was killed while we hang in C."""
-
-    def watch() -> None:
-        parent = parent_process()
-        assert parent is not None
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -41,7 +41,8 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.fit import plan_inputs
 from shardwise.train.loop import Trainer
 from shardwise.train.world import World
-from tests.ranks import exit_with_parent, rank_context
+from tests.rank_process import exit_with_parent
+from tests.ranks import rank_context
 
 TINY = TrainConfig(
     model=GPTConfig(dim=16, num_layers=2, num_heads=2, context=16),

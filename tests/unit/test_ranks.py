@@ -123,6 +123,18 @@ def test_fresh_processes_are_not_the_pool_and_end_with_the_call() -> None:
     assert run_ranks(process_id, 1) == pooled
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_ranks_are_stopped_while_other_pools_work() -> None:
+    pool = run_ranks(process_id, 2)
+    run_ranks(process_id, 1)
+    states = [Path(f"/proc/{pid}/stat") for pid in pool]
+    until = time.monotonic() + ranks.PATIENCE_SECONDS
+    while any(state.read_text().rpartition(")")[2].split()[0] != "T" for state in states):
+        assert time.monotonic() < until, "they go on"
+    assert run_ranks(process_id, 2) == pool
+    assert_works(2)
+
+
 def test_every_call_starts_from_the_same_state() -> None:
     first = run_ranks(random_numbers, 2)
     assert first[0] == first[1] == run_ranks(random_numbers, 2)[0]
