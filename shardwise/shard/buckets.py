@@ -100,7 +100,8 @@ def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> l
     buckets = []
     for part in _in_order(items, bucket_size):
         bucket = _planned(whole, part, num_shards)
-        cheap = bucket.layout.padding * BLOCK_PADDING <= bucket.layout.payload
+        allowed = max(bucket.layout.payload // BLOCK_PADDING, CHEAP_PADDING)
+        cheap = bucket.layout.padding <= allowed
         buckets.append(bucket if cheap else _planned(loose, part, num_shards))
     return buckets
 

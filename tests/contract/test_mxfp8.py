@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import notices
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
+from shardwise.moe import GroupedMLP, swiglu
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import ROW, FP8Error
 from shardwise.precision.fp8_tensor import FP8Tensor
@@ -148,6 +149,11 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert "gathered as bf16, because a rank's shard cuts a block: weight" in str(
         sw.precision_report(cut)
     )
+    experts = GroupedMLP(3, 128, 128, activation=swiglu(), weight_layout="grouped")
+    blocks = sw.Precision(weights="fp8_block")
+    sw.fully_shard(experts, mesh=mesh_of(2), grain=sw.ELEMENT, precision=blocks)
+    (note,) = (note for note in sw.precision_report(experts).notes if "gathered" in note)
+    assert note.endswith("shard cuts an expert, which has one scale: fc1.weight, fc2.weight")
 
 
 @on_ranks(2)
