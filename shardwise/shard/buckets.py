@@ -100,9 +100,9 @@ def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> l
     buckets = []
     for part in _in_order(items, bucket_size):
         bucket = _planned(whole, part, num_shards)
-        allowed = max(bucket.layout.payload // BLOCK_PADDING, CHEAP_PADDING)
-        cheap = bucket.layout.padding <= allowed
-        buckets.append(bucket if cheap else _planned(loose, part, num_shards))
+        if bucket.layout.padding > max(bucket.layout.payload // BLOCK_PADDING, CHEAP_PADDING):
+            bucket = _planned(loose, part, num_shards)
+        buckets.append(bucket)
     return buckets
 
 

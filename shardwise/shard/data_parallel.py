@@ -160,14 +160,10 @@ def _planned_buckets(
         alike.setdefault(key, []).append(position)
     # The grains of matrices; what is no matrix is cut anywhere.
     seen = [routes[id(one.parameter)].shape_of(one.shape) for one in found]
+    sides = [side_in(stored.format) for stored in job.stored]
     every = [
-        Item(
-            one.name,
-            one.shape,
-            TENSOR if len(shape) < 3 else tensor_fraction(shape[0]),
-            side_in(stored.format),
-        )
-        for one, shape, stored in zip(found, seen, job.stored, strict=True)
+        Item(one.name, one.shape, TENSOR if len(shape) < 3 else tensor_fraction(shape[0]), side)
+        for one, shape, side in zip(found, seen, sides, strict=True)
     ]
     planned = []
     filled: set[int] = set()  # positions that share a bucket with matrices
