@@ -216,12 +216,15 @@ def precision_report(model: nn.Module) -> PrecisionReport:
         products, note = _products(module, one, group.precision, group.device)
         found.append(replace(one, name=full, products=products))
         notes |= {f"products: {note}": None} if note else {}
-        if one.format and not encodes_locally(group.layout, one.format):
-            shared = one_scale_each(Item(full, one.shape), FORMATS[one.format])
-            cut = "an expert, which has one scale" if shared else "a block"
-            staged.setdefault(cut, []).append(full)
-    for cut, names in staged.items():
-        notes[f"gathered as bf16, because a rank's shard cuts {cut}: {', '.join(names)}"] = None
+        if one.format and not sends_codes(group.layout, one.format, group.persistent):
+            why = "a rank's shard cuts a block"
+            if one_scale_each(Item(full, one.shape), FORMATS[one.format]):
+                why = "a rank's shard cuts an expert, which has one scale"
+            if encodes_locally(group.layout, one.format):
+                why = "two planes have more bytes"
+            staged.setdefault(why, []).append(full)
+    for why, names in staged.items():
+        notes[f"gathered as bf16, because {why}: {', '.join(names)}"] = None
     return PrecisionReport(tuple(found), tuple(notes))
 
 
