@@ -88,6 +88,7 @@ class Item:
     name: str
     shape: Shape
     grain: Grain = ROW
+    side: int = 1  # of the square blocks that its matrices are made of; each block has a scale
 
     def __post_init__(self) -> None:
         if self.shape and min(self.shape) <= 0:
@@ -259,19 +260,20 @@ def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
 _Kind = tuple[int, int]  # (numel, grain)
 
 
-def plan(items: Sequence[Item], num_shards: int, *, unit: int = 1) -> Layout:
+def plan(items: Sequence[Item], num_shards: int) -> Layout:
     """Pack parameters into equal shards with little padding, alike on every rank.
 
-    ``unit``: plan in units of so many elements, which every size and grain must be a multiple of;
-    every start is then a multiple of ``unit * ALIGNMENT``.
+    Where parameters are made of blocks and no grain cuts them, starts and shards are at multiples
+    of a block's elements, which are addresses that scales have too.
     """
     if not items or num_shards < 1:
         raise ValueError(f"{len(items)} parameters over {num_shards} shards: need 1 or more each")
-    odd = [item.name for item in items if item.numel % unit or item.grain_size % unit]
-    if odd:
-        raise ValueError(f"{odd[0]!r} is no multiple of the unit of {unit} elements: plan by 1")
-    kinds = tuple((numel // unit, grain // unit) for numel, grain in _kinds(items))
-    shard_size, starts = _plan(kinds, num_shards)
+    kinds = _kinds(items)
+    unit = max(item.side for item in items) ** 2 // ALIGNMENT or 1  # it is planned in these
+    if any(numel % unit or grain % unit for numel, grain in kinds):
+        unit = 1
+    units = tuple((numel // unit, grain // unit) for numel, grain in kinds)
+    shard_size, starts = _plan(units, num_shards)
     return Layout(tuple(items), num_shards, shard_size * unit, tuple(unit * at for at in starts))
 
 
@@ -321,11 +323,13 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
 
 def cut_finer(items: Sequence[Item], num_shards: int) -> list[Item]:
     """The same items; to be cut anywhere, where their grains would pad the buffers by more than a
-    sixteenth: with about as many shards as rows."""
+    sixteenth, with about as many shards as rows; or by half, where that cuts blocks: codes are then
+    not gathered, but twice their bytes."""
     groups = [[items[index] for index in group] for group in plan_groups(items, num_shards)]
     layouts = [plan(group, num_shards) for group in groups]
     padding = sum(layout.padding for layout in layouts)
-    if padding <= max(CHEAP_PADDING, sum(layout.payload for layout in layouts) // 16):
+    share = 16 if items[0].side == 1 else 2
+    if padding <= max(CHEAP_PADDING, sum(layout.payload for layout in layouts) // share):
         return list(items)
     return [replace(item, grain=ELEMENT) for item in items]
 

@@ -54,6 +54,7 @@ from shardwise.layout import (
     CHEAP_PADDING,
     ELEMENT,
     ROW,
+    Grain,
     Item,
     Layout,
     plan,
@@ -73,6 +74,7 @@ LITTLE_PADDING = 64  # 1/64 of all matrices is little
 WHOLE_PADDING = 32  # matrices stay whole where that pads at most 1/32 of them
 PROMISED_PADDING = 8  # with a promise, where that pads at most 1/8 of them
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
+BLOCK_PADDING = 16  # cut blocks are gathered as bf16, twice the bytes: 1/16 may be padding instead
 MOST_TRIED = 12  # choices of rows that leftovers may join, so that all pad less
 MOST_FILL = 2  # parameters that fill a bucket, at most
 
@@ -91,9 +93,23 @@ class Bucket:
 
 
 def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> list[Bucket]:
-    """Buckets for parameters that may be cut anywhere: neighbours in backprop order, no padding."""
-    loose = [Item(item.name, item.shape, ELEMENT) for item in items]
-    return [_planned(loose, part, num_shards) for part in _in_order(items, bucket_size)]
+    """Buckets for parameters that may be cut anywhere: neighbours in backprop order, no padding; or
+    a little, where that leaves the blocks of fp8 whole."""
+    loose = [replace(item, grain=ELEMENT) for item in items]
+    whole = [_cut_between_blocks(item) for item in items]
+    buckets = []
+    for part in _in_order(items, bucket_size):
+        bucket = _planned(whole, part, num_shards)
+        if bucket.layout.padding > max(bucket.layout.payload // BLOCK_PADDING, CHEAP_PADDING):
+            bucket = _planned(loose, part, num_shards)
+        buckets.append(bucket)
+    return buckets
+
+
+def _cut_between_blocks(item: Item) -> Item:
+    """The parameter, to be cut anywhere but for its blocks; a stack is cut between its matrices."""
+    rows = Grain("rows", item.side if len(item.shape) < 3 else 1)
+    return replace(item, grain=rows if item.side > 1 else ELEMENT)
 
 
 def plan_matrices(
@@ -111,8 +127,8 @@ def plan_matrices(
         items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
         costs: the optimizer's work for each matrix; shards are balanced by it.
         bucket_size: number of elements from which a bucket is large enough to be sent.
-        fill: parameters of grain ``element``, in backprop order. A bucket that they fill has them
-            among its members, counted on from the matrices.
+        fill: parameters that may be cut anywhere, in backprop order. A bucket that they fill has
+            them among its members, counted on from the matrices.
         grain: "tensor": raise rather than cut a matrix; ROW: cut it rather than make a bucket much
             larger than ``bucket_size``.
     """
@@ -121,7 +137,7 @@ def plan_matrices(
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
     share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
     largest = max(limit, int(total * share))
-    filler = [Item(one.name, one.shape, ELEMENT) for one in fill]
+    filler = [_cut_between_blocks(one) for one in fill]
     little, modest, promised = (
         max(total // fraction, CHEAP_PADDING)
         for fraction in (LITTLE_PADDING, WHOLE_PADDING, PROMISED_PADDING)
@@ -405,12 +421,12 @@ def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bu
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
     """The bucket cut by rows, or between matrices of a stack; by elements if that pads too much."""
     by_rows = [
-        Item(item.name, item.shape, ROW if len(item.shape) < 3 else item.grain)
+        replace(item, grain=ROW if len(item.shape) < 3 else item.grain)
         for item in (items[index] for index in members)
     ]
     layout = plan(by_rows, num_shards)
     if layout.padding * CUT_PADDING > layout.payload:
-        anywhere = [Item(item.name, item.shape, ELEMENT) for item in by_rows]
+        anywhere = [replace(item, grain=ELEMENT) for item in by_rows]
         layout = plan(anywhere, num_shards)
     return Bucket(tuple(members), layout)
 

@@ -36,6 +36,7 @@ from shardwise.precision.policy import stores_nothing
 from shardwise.shard.buckets import plan_elements, plan_matrices
 from shardwise.shard.building import PlannedBuffer, Wrapping
 from shardwise.shard.checks import bucket_problems, check_types, option_problems
+from shardwise.shard.formats import side_in
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.unit import Phase, Unit
 from shardwise.shard.wrapped import Place
@@ -159,9 +160,10 @@ def _planned_buckets(
         alike.setdefault(key, []).append(position)
     # The grains of matrices; what is no matrix is cut anywhere.
     seen = [routes[id(one.parameter)].shape_of(one.shape) for one in found]
+    sides = [side_in(stored.format) for stored in job.stored]
     every = [
-        Item(one.name, one.shape, TENSOR if len(shape) < 3 else tensor_fraction(shape[0]))
-        for one, shape in zip(found, seen, strict=True)
+        Item(one.name, one.shape, TENSOR if len(shape) < 3 else tensor_fraction(shape[0]), side)
+        for one, shape, side in zip(found, seen, sides, strict=True)
     ]
     planned = []
     filled: set[int] = set()  # positions that share a bucket with matrices

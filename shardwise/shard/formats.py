@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
+from shardwise.layout import Grain, Item, Layout, rows
 from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
@@ -74,20 +74,17 @@ def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> 
     """The parameter as the layout planner takes it; in fp8, the rows of a block stay together."""
     grain, shape = grain_of(found, choice), found.shape
     # A row of a stack [experts, rows, columns] is a whole matrix: its blocks are together anyway.
-    blocks = format is not None and len(shape) == 2
-    return Item(found.name, shape, in_blocks(grain, format) if blocks else grain)
+    grain = in_blocks(grain, format) if len(shape) == 2 else grain
+    return Item(found.name, shape, grain, side_in(format))
 
 
 def in_blocks(grain: Grain, format: Format | None = "mxfp8") -> Grain:
-    count = side_of(FORMATS[format]) if format else 1
-    return rows(math.lcm(grain.count, count)) if grain.kind == "rows" else grain
+    return rows(math.lcm(grain.count, side_in(format))) if grain.kind == "rows" else grain
 
 
-def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
-    """The layout of a group; in fp8, at addresses that scales have too where grains allow."""
-    unit = side_of(FORMATS[format]) ** 2 // ALIGNMENT if format else 1
-    fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
-    return plan(items, num_shards, unit=unit if fits else 1)
+def side_in(format: Format | None) -> int:
+    """The side of the blocks of a format; 1 where it has none."""
+    return side_of(FORMATS[format]) if format else 1
 
 
 def one_scale_each(item: Item, blocks: Sequence[Block]) -> bool:
@@ -213,16 +210,21 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
     notes: dict[str, None] = {}
-    staged: list[str] = []
+    staged: dict[str, list[str]] = {}
     found: list[Stored] = []
     for full, module, one, group in stored_in(model, units):
         products, note = _products(module, one, group.precision, group.device)
         found.append(replace(one, name=full, products=products))
         notes |= {f"products: {note}": None} if note else {}
-        if one.format and not encodes_locally(group.layout, one.format):
-            staged.append(full)
-    if staged:
-        notes[f"gathered as bf16, because a rank's shard cuts a block: {', '.join(staged)}"] = None
+        if one.format and not sends_codes(group.layout, one.format, group.persistent):
+            why = "a rank's shard cuts a block"
+            if one_scale_each(Item(full, one.shape), FORMATS[one.format]):
+                why = "a rank's shard cuts an expert, which has one scale"
+            if encodes_locally(group.layout, one.format):
+                why = "two planes have more bytes"
+            staged.setdefault(why, []).append(full)
+    for why, names in staged.items():
+        notes[f"gathered as bf16, because {why}: {', '.join(names)}"] = None
     return PrecisionReport(tuple(found), tuple(notes))
 
 

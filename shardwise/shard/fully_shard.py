@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
-from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan_groups
+from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
 from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
@@ -32,7 +32,7 @@ from shardwise.shard.checks import (
     placement_problems,
     step_problems,
 )
-from shardwise.shard.formats import item_of, lay_out
+from shardwise.shard.formats import item_of
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import GrainChoice, grain_of
@@ -169,8 +169,7 @@ def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuf
     groups = []
     for (home, _, _, format, _), positions in alike.items():
         items = tuple(item_of(found[position], grain, format) for position in positions)
-        finer = grain is None and format is None
-        for members, layout in _laid_out(items, job.num_shards(home), format, finer):
+        for members, layout in _laid_out(items, job.num_shards(home), grain is None):
             chosen = tuple(positions[member] for member in members)
             groups.append(PlannedBuffer(chosen, layout, format, home))
     padding = sum(group.layout.padding for group in groups)
@@ -205,12 +204,12 @@ def _axis_names(names: Any) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _laid_out(
-    items: Sequence[Item], num_shards: int, format: Format | None, finer: bool
+    items: Sequence[Item], num_shards: int, finer: bool
 ) -> list[tuple[tuple[int, ...], Layout]]:
     """The members and the layout of each buffer; blocks that are alike are laid out once."""
     items = cut_finer(items, num_shards) if finer else items
     return [
-        (members, lay_out([items[member] for member in members], num_shards, format))
+        (members, plan([items[member] for member in members], num_shards))
         for members in plan_groups(items, num_shards)
     ]
 

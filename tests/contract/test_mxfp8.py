@@ -17,11 +17,13 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import notices
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
+from shardwise.moe import GroupedMLP, swiglu
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import ROW, FP8Error
 from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.shard import building, formats, members
-from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
+from shardwise.shard.buckets import plan_elements, plan_matrices
+from shardwise.shard.formats import encodes_locally, in_blocks, sends_codes
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.module import units_of
 from tests.contract.helpers import raised
@@ -74,43 +76,45 @@ def test_precision_refuses() -> None:
 # ----------------------------------------------------------------------------------------- layouts
 
 
-def matrices(grain: Any, *shapes: tuple[int, int]) -> list[Item]:
-    return [Item(f"w{number}", shape, grain) for number, shape in enumerate(shapes)]
+def matrices(grain: Any, *shapes: tuple[int, int], side: int = 32) -> list[Item]:
+    return [Item(f"w{number}", shape, grain, side) for number, shape in enumerate(shapes)]
 
 
 def test_blocks_are_never_cut_where_rows_may_be() -> None:
     shapes = ((64, 32), (96, 64), (32, 96), (256, 32), (32, 32))
     for num_shards in (1, 2, 3, 4, 7, 16):
-        layout = lay_out(matrices(in_blocks(sw.ROW), *shapes), num_shards, "mxfp8_rowcol")
+        layout = plan(matrices(in_blocks(sw.ROW), *shapes), num_shards)
         assert encodes_locally(layout), num_shards
         assert layout.payload == sum(a * b for a, b in shapes)
-        assert lay_out(layout.items, num_shards, None) == plan(layout.items, num_shards)
     assert in_blocks(rows(48)) == rows(96) and in_blocks(sw.TENSOR) == sw.TENSOR
     # A block of the 0.96B GPT: rows of 5632 cross one boundary, those of 2048 as many as they like.
     block = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]
-    layout = lay_out(matrices(rows(128), *block), 8, "fp8_block")
+    layout = plan(matrices(rows(128), *block, side=128), 8)
     assert encodes_locally(layout, "fp8_block") and layout.padding * 48 < layout.payload
+    # All blocks of that GPT in buckets of whole matrices, and a head.
+    every = matrices(sw.TENSOR, *block * 18, side=128)
+    costs = [item.numel for item in every]
+    for bucket in plan_matrices(every, costs, 16, 6 << 20):
+        assert encodes_locally(bucket.layout, "fp8_block"), bucket.layout.shard_size
+    for num_shards in (2, 8):
+        (bucket,) = plan_elements(matrices(sw.TENSOR, (50304, 768), side=128), num_shards, 1)
+        assert encodes_locally(bucket.layout, "fp8_block")
 
 
 def test_transport_is_chosen_by_layout_and_bytes() -> None:
-    whole = lay_out(matrices(rows(32), (64, 64), (64, 64)), 4, "mxfp8_rowcol")
+    whole = plan(matrices(rows(32), (64, 64), (64, 64)), 4)
     assert sends_codes(whole, "mxfp8_rowcol", persistent=False), "one plane: 1.03 bytes against 2"
     assert not sends_codes(whole, "mxfp8_rowcol", persistent=True), "two planes: 2.06"
     assert sends_codes(whole, "mxfp8_2d", persistent=True), "one plane of squares: 1.001"
-    cut = lay_out(matrices(ELEMENT, (64, 64), (64, 64)), 3, "mxfp8_rowcol")
+    cut = plan(matrices(ELEMENT, (64, 64), (64, 64)), 3)
     assert not sends_codes(cut, "mxfp8_rowcol", persistent=False)
     shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
     assert not encodes_locally(shifted), "its scales would have no address"
-    stack = [Item("experts", (2, 256, 128), rows(1))]
-    assert encodes_locally(lay_out(stack, 2, "fp8_block"), "fp8_block")
+    stack = [Item("experts", (2, 256, 128), rows(1), 128)]
+    assert encodes_locally(plan(stack, 2), "fp8_block")
     cut = Layout((replace(stack[0], grain=ELEMENT),), 4, 128 * 128, (0,))
     assert encodes_locally(cut, "mxfp8_2d")
     assert not encodes_locally(cut, "fp8_block"), "a cut expert: nobody here knows its one scale"
-
-
-def test_planning_by_units_refuses_what_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="'w0' is no multiple of the unit of 16"):
-        plan(matrices(sw.ROW, (5, 7)), 2, unit=16)
 
 
 # ---------------------------------------------------------------------------------- what is stored
@@ -145,6 +149,11 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert "gathered as bf16, because a rank's shard cuts a block: weight" in str(
         sw.precision_report(cut)
     )
+    experts = GroupedMLP(3, 128, 128, activation=swiglu(), weight_layout="grouped")
+    blocks = sw.Precision(weights="fp8_block")
+    sw.fully_shard(experts, mesh=mesh_of(2), grain=sw.ELEMENT, precision=blocks)
+    (note,) = (note for note in sw.precision_report(experts).notes if "gathered" in note)
+    assert note.endswith("shard cuts an expert, which has one scale: fc1.weight, fc2.weight")
 
 
 @on_ranks(2)

@@ -229,7 +229,10 @@ def test_data_parallel_trains_to_the_same_bits(
         )
         runs[on, overlap] = train(model, rank, optimizer=optimizer_of(model, "muon"))
         if on:
-            assert set(sw.precision_report(model).stored) == STORED
+            report = sw.precision_report(model)
+            assert set(report.stored) == STORED
+            told = "gathered as bf16, because two planes have more bytes" in str(report)
+            assert told == ((stage, format) == (1, "mxfp8_rowcol"))
             assert_same_bits(planes_seen(model), expected_planes(model, format), "planes")
             groups = [g for unit in units_of(model) for g in unit.groups if g.format]
             direct = [group.direct for group in groups]

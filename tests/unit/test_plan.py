@@ -334,7 +334,7 @@ def count_work(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], depth: int
     with monkeypatch.context() as patch:
         wrapping._laid_out.cache_clear()
         patch.setattr(wrapping, "plan_groups", counting("groups", wrapping.plan_groups))
-        patch.setattr(wrapping, "lay_out", counting("layouts", wrapping.lay_out))
+        patch.setattr(wrapping, "plan", counting("layouts", wrapping.plan))
         patch.setattr(Memory, "acquire", counting("events", Memory.acquire))
         with torch.device("meta"):
             model = Llama(16384, 1024, 53248, depth)
