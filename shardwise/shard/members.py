@@ -374,7 +374,8 @@ def refuse_side_way(unit: Unit) -> None:
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
             f"when they were not gathered. A tensor that forward computed is kept elsewhere (in a "
             f"list, a closure, another module): return it from forward, keep it as an attribute "
-            f"of the module, or wrap with reshard_after_forward=False"
+            f"of the module, or wrap with reshard_after_forward=False. Or a checkpoint reads these "
+            f"weights beside others who do: it needs use_reentrant=False"
         )
 
 

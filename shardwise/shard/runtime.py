@@ -357,9 +357,10 @@ class Runtime:
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
-                f"an autograd function may run a backward of its own inside the unit: wrap the "
-                f"modules that it calls with fully_shard, each by itself. Else please report the "
-                f"order in which units run. reset_iter_state() on the root lets training go on"
+                f"a backward inside of it may read weights that others read too. A checkpoint "
+                f"needs use_reentrant=False; the modules that an autograd function calls need "
+                f"fully_shard, each by itself. Else please report the order in which units run. "
+                f"reset_iter_state() on the root lets training go on"
             )
         self._ending = None
         if strays:

@@ -217,3 +217,41 @@ def test_reentrant_checkpoints_that_unused_parameters_must_wait_for(
 ) -> None:
     world_size = 2 if strategy == "data_parallel" else ranks_for(strategy)
     run_ranks(frozen_entry, world_size, strategy, aside, used)
+
+
+class Twice(nn.Module):
+    """Reads a weight inside a checkpoint and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, reentrant: bool | None = None) -> Tensor:
+        return run(self.part, self.part(x), reentrant)
+
+
+@pytest.mark.parametrize("needs", [True, False], ids=["gradients", "no gradients"])
+@pytest.mark.parametrize("wrap", [sw.fully_shard, sw.data_parallel])
+@on_ranks(2)
+def test_weights_read_inside_a_checkpoint_and_outside(
+    rank: int, world_size: int, wrap: Any, needs: bool
+) -> None:
+    """Right, or refused with the way out; ``needs``: of its inputs."""
+    reference, model = Twice(), Twice()
+    model.load_state_dict(reference.state_dict())
+    wrap(model, mesh=sw.init_mesh(dp=2, device_type="cpu"))
+
+    def loss(net: nn.Module, rank: int, reentrant: bool | None = None) -> Tensor:
+        return net(vectors(rank).requires_grad_(needs), reentrant).square().sum()  # type: ignore[no-any-return]
+
+    average_gradients(reference, loss, world_size)
+    if needs == (wrap is sw.data_parallel):
+        with pytest.raises(RuntimeError, match="needs use_reentrant=False"):
+            loss(model, rank, reentrant=True).backward()
+        model.reset_iter_state()
+    else:
+        loss(model, rank, reentrant=True).backward()
+        assert_gradients_equal(model, reference)
+    model.zero_grad()
+    loss(model, rank, reentrant=False).backward()
+    assert_gradients_equal(model, reference)
