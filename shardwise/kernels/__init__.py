@@ -4,20 +4,6 @@
 ``import shardwise`` imports no kernel, and only modules with kernels import Triton:
 ``newton_schulz`` (the entry) is plain torch and ``forms`` (the choice) holds plain values; both
 import the other modules for the first CUDA tensor.
-
-    newton_schulz   orthogonalise a batch: the entry, the choice of path, the torch definition
-    forms           the best form for a shape, and its measured cost
-    iterate         the direct and Gram iterations over the two products below
-    symmetric       a·A·Bᵀ + b·C + d·I where the result is symmetric: half the tiles, mirrored
-    product         Q·X and X·Q
-    factors         the numbers of each matrix that an iteration begins with
-    normalise       sum of squares, then scaling into the packed 16-bit batch
-    block           a whole Newton-Schulz of a small matrix in one program
-    momentum        momentum, Nesterov, norm, cast and pack in one pass (two for fp16)
-    update          unpack, weight decay and update in one pass
-    adamw           AdamW and a clip in one pass
-    launch          a launch without Triton's search for the compiled form
-    ahead           compilation before the first launch, while something else is done
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile, interpreted
@@ -27,6 +26,7 @@ from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
 from shardwise.moe.coded import ExpertCodes, Into, aligned
 from shardwise.moe.weights import ExpertTensor, QuantisedParameter
+from shardwise.uncompiled import uncompiled
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
@@ -286,17 +286,10 @@ def autocasts(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def apply(function: type[torch.autograd.Function], x: Tensor, *rest: Any) -> Any:
+@uncompiled
+def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """The output of an autograd function, which runs between the graphs of torch.compile."""
-    call = _untraced if torch.compiler.is_compiling() else _call
-    return call(function, x, *rest)
-
-
-def _call(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return function.apply(*inputs)  # type: ignore[no-untyped-call]
-
-
-_untraced = _disable_dynamo(_call)
 
 
 class ProductChoice:

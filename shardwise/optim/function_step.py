@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of a matrix optimizer that is a function: gradients to owners, updates back.
 
-    grad               the elements that this rank has                       -> updates
-    exchange           whole matrices, one owner each; there the function
-                       reads and writes the state, which lies on the owner   -> updates
-    weight             decay, and less the update, on the pieces that are stored here
-
 A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
-parameter has several), whole on the owner and empty elsewhere: a :class:`ShardedTensor`, which is
-saved and resharded like any other. An error on one owner is raised on every rank, before the
-weights of its round change.
+parameter has several), whole on the owner, where the function reads and writes it, and empty
+elsewhere: a :class:`ShardedTensor`, which is saved and resharded like any other. An error on one
+owner is raised on every rank, before the weights of its round change.
 """
 
 from __future__ import annotations

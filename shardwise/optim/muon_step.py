@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's step over the matrices of an optimizer, wherever they are stored.
 
-    grad, momentum     element by element, on the pieces that this rank updates   -> updates
-    exchange           Newton-Schulz of whole matrices, one owner each            -> updates
-    weight             decay and update, on the pieces that are stored here
-
 On a GPU with kernels, matrices that this rank owns and stores whole skip the exchange: three
 kernels go from gradients to weights (``muon.step_by_kernels``).
 

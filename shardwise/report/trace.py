@@ -111,27 +111,23 @@ def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
     """
     device, profile = torch.device(device), Profile()
     with _kernels(device) as kernels:
-        yield from _record(device, profile)
+        recording = _Recording(device)
+        hooks = [
+            register_optimizer_step_pre_hook(recording.step_begins),
+            register_optimizer_step_post_hook(recording.step_ends),
+        ]
+        ledger.watchers.append(recording.bytes_changed)
+        try:
+            with streams.watch(recording):
+                yield profile
+                end = recording.mark()
+            recording.clock.synchronize()
+        finally:
+            ledger.watchers.remove(recording.bytes_changed)
+            for hook in hooks:
+                hook.remove()
+        profile.update(_summary(recording, end))
     profile["idle"] = idle_share(kernels)
-
-
-def _record(device: torch.device, profile: Profile) -> Iterator[Profile]:
-    recording = _Recording(device)
-    hooks = [
-        register_optimizer_step_pre_hook(recording.step_begins),
-        register_optimizer_step_post_hook(recording.step_ends),
-    ]
-    ledger.watchers.append(recording.bytes_changed)
-    try:
-        with streams.watch(recording):
-            yield profile
-            end = recording.mark()
-        recording.clock.synchronize()
-    finally:
-        ledger.watchers.remove(recording.bytes_changed)
-        for hook in hooks:
-            hook.remove()
-    profile.update(_summary(recording, end))
 
 
 @contextmanager

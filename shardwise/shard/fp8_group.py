@@ -35,6 +35,7 @@ from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
 from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
+from shardwise.moe.coded import Coding, expert_codes
 from shardwise.precision import fp8_graphs
 from shardwise.precision.fp8 import (
     SCALES,
@@ -48,7 +49,7 @@ from shardwise.precision.fp8 import (
     uses_kernels,
 )
 from shardwise.precision.fp8_products import Matmul, Native
-from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
+from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, FP8Tensor, Reads, restored
 from shardwise.shard.call import in_checkpoint
 from shardwise.shard.formats import (
     one_scale_each,
@@ -57,7 +58,7 @@ from shardwise.shard.formats import (
     planes_of,
     sends_codes,
 )
-from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
+from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
@@ -163,6 +164,100 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Roundi
             members = (high - low) // math.prod(item.shape[-2:])
             sharing = members if one_scale_each(item, blocks) else 0
             encode(value, blocks, out=into, rounding=rounding, sharing=sharing)
+
+
+class FP8Weight(FP8Tensor):
+    """One weight of a group. Planes are looked up at each read, so that they may be released and
+    gathered again in between."""
+
+    __slots__ = ("_group", "_index")
+
+    def __init__(self, group: weakref.ref[Any], index: int) -> None:
+        self._group, self._index = group, index
+
+    @property
+    def group(self) -> FP8Group:
+        group: FP8Group | None = self._group()
+        if group is None:
+            raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
+        return group
+
+    @property
+    def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
+        """The planes that are gathered now."""
+        return self.group.gathered(self._index)
+
+    @property
+    def name(self) -> str:
+        return self.group.items[self._index].name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.group.items[self._index].shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.group.whole_device
+
+    @property
+    def format(self) -> Format:
+        return self.group.format
+
+    @property
+    def matmul(self) -> Matmul | None:
+        return self.group.matmul
+
+    def plane(self, phase: Reads) -> Plane:
+        return self.group.plane(self._index, phase)
+
+    def joined(self, others: Sequence[FP8Tensor], phase: Reads) -> Plane | None:
+        group, last = self.group, self._index
+        for other in others:
+            if not isinstance(other, FP8Weight) or other.group is not group:
+                return None
+            if not group.follows(last, other._index):
+                return None
+            last = other._index
+        return group.plane(self._index, phase, last)
+
+    def dequantise(
+        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        return super().dequantise(phase, dtype=dtype).view(self.shape)
+
+    def operand(self, phase: Reads) -> Any:
+        """The operand of grouped products: the codes of a stack where its products are in fp8,
+        else decoded values."""
+        if not self.coding[0]:
+            return self.dequantise(phase)
+        return expert_codes(self.plane(phase), self.shape, phase)
+
+    @property
+    def coding(self) -> Coding:
+        """Whether rows that meet a stack are coded, and whether they are in its gradient."""
+        recipe = self.group.precision.recipe
+        if len(self.shape) < 3 or recipe.activations is None:
+            return False, False
+        return True, recipe.weight_gradient == "fp8"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
+        to no group; a stack of matrices becomes one high matrix."""
+        self._require_a_plane()
+        # Clones: pickling a view would save the planes of the whole group.
+        return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
+
+    def to(self, device: torch.device | str) -> FP8Tensor:
+        """A plain ``FP8Tensor`` on ``device``; see ``__reduce__``."""
+        self._require_a_plane()
+        return super().to(device)
+
+    def _require_a_plane(self) -> None:
+        if not self.planes:
+            raise RuntimeError(
+                f"no plane of '{self.name}' is here to copy or save: do so inside its module's "
+                f"forward or after unshard(), or take the main weights from sw.full_state_dict"
+            )
 
 
 class FP8Group(Group):

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +23,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.moe.coded import Coding, expert_codes
 from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision import fp8_operators
-from shardwise.precision.fp8 import Block, FP8Error, Plane
+from shardwise.precision.fp8 import FP8Error
 from shardwise.precision.fp8_functions import (
     DECODED,
     Recipe,
@@ -36,107 +34,9 @@ from shardwise.precision.fp8_functions import (
     lookup_problem,
     traced_linear,
 )
-from shardwise.precision.fp8_products import Matmul
-from shardwise.precision.fp8_tensor import Format, FP8Tensor, Reads, restored
+from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.shard.whole_parameter import WholeParameter
 from shardwise.tensor_steps import BEFORE_2_13
-
-if TYPE_CHECKING:
-    from shardwise.shard.fp8_group import FP8Group
-
-
-class FP8Weight(FP8Tensor):
-    """One weight of a group. Planes are looked up at each read, so that they may be released and
-    gathered again in between."""
-
-    __slots__ = ("_group", "_index")
-
-    def __init__(self, group: weakref.ref[Any], index: int) -> None:
-        self._group, self._index = group, index
-
-    @property
-    def group(self) -> FP8Group:
-        group: FP8Group | None = self._group()
-        if group is None:
-            raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
-        return group
-
-    @property
-    def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
-        """The planes that are gathered now."""
-        return self.group.gathered(self._index)
-
-    @property
-    def name(self) -> str:
-        return self.group.items[self._index].name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.group.items[self._index].shape)
-
-    @property
-    def device(self) -> torch.device:
-        return self.group.whole_device
-
-    @property
-    def format(self) -> Format:
-        return self.group.format
-
-    @property
-    def matmul(self) -> Matmul | None:
-        return self.group.matmul
-
-    def plane(self, phase: Reads) -> Plane:
-        return self.group.plane(self._index, phase)
-
-    def joined(self, others: Sequence[FP8Tensor], phase: Reads) -> Plane | None:
-        group, last = self.group, self._index
-        for other in others:
-            if not isinstance(other, FP8Weight) or other.group is not group:
-                return None
-            if not group.follows(last, other._index):
-                return None
-            last = other._index
-        return group.plane(self._index, phase, last)
-
-    def dequantise(
-        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
-    ) -> Tensor:
-        return super().dequantise(phase, dtype=dtype).view(self.shape)
-
-    def operand(self, phase: Reads) -> Any:
-        """The operand of grouped products: the codes of a stack where its products are in fp8,
-        else decoded values."""
-        if not self.coding[0]:
-            return self.dequantise(phase)
-        return expert_codes(self.plane(phase), self.shape, phase)
-
-    @property
-    def coding(self) -> Coding:
-        """Whether rows that meet a stack are coded, and whether they are in its gradient."""
-        recipe = self.group.precision.recipe
-        if len(self.shape) < 3 or recipe.activations is None:
-            return False, False
-        return True, recipe.weight_gradient == "fp8"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
-        to no group; a stack of matrices becomes one high matrix."""
-        self._require_a_plane()
-        # Clones: pickling a view would save the planes of the whole group.
-        return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
-
-    def to(self, device: torch.device | str) -> FP8Tensor:
-        """A plain ``FP8Tensor`` on ``device``; see ``__reduce__``."""
-        self._require_a_plane()
-        return super().to(device)
-
-    def _require_a_plane(self) -> None:
-        if not self.planes:
-            raise RuntimeError(
-                f"no plane of '{self.name}' is here to copy or save: do so inside its module's "
-                f"forward or after unshard(), or take the main weights from sw.full_state_dict"
-            )
 
 
 class FP8Parameter(WholeParameter, QuantisedParameter):
@@ -148,7 +48,6 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
     copy: writing to the parameter itself is refused, and writing to a copy changes nothing else.
     """
 
-    quantised: FP8Weight
     recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
     # The buffer's size, where in it the codes lie, and their number; a string, because
     # torch.compile takes numbers for variables.
@@ -156,7 +55,7 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
 
     @staticmethod
     def of(
-        weight: FP8Weight, requires_grad: bool, recipe: Recipe | None, device: torch.device
+        weight: Any, requires_grad: bool, recipe: Recipe | None, device: torch.device
     ) -> FP8Parameter:
         parameter = FP8Parameter(torch.empty(0, device=device), requires_grad=requires_grad)
         parameter.quantised, parameter.recipe = weight, recipe
@@ -304,7 +203,7 @@ def _decoded(value: Any) -> Any:
     return _values(value, weight)
 
 
-def _values(parameter: Tensor, weight: FP8Weight | None) -> Tensor:
+def _values(parameter: Tensor, weight: FP8Tensor | None) -> Tensor:
     if weight is None:
         return torch.ops.shardwise.fp8_decode.default(parameter)  # type: ignore[no-any-return]
     return weight.dequantise("forward")
@@ -314,7 +213,7 @@ class _Decode(torch.autograd.Function):
     """The values that forward computes with; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Weight | None) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Tensor | None) -> Tensor:
         return _values(parameter, weight)
 
     @staticmethod

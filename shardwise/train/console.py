@@ -53,7 +53,7 @@ class Console:
         show = getattr(self, f"_{event['kind']}", None)
         try:
             if event["kind"] in PLAIN:
-                self._print(PLAIN[event["kind"]].format(**event))
+                self.say(PLAIN[event["kind"]].format(**event))
             elif show is not None:
                 show(event)
         except OSError:
@@ -121,11 +121,11 @@ class Console:
     def _eval(self, event: Event) -> None:
         bits = event.get("bits_per_byte")
         shown = f"loss {event['loss']:.4f}" + (f"  {bits:.3f} bits/byte" if bits else "")
-        self._print(f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  held out: {shown}")
+        self.say(f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  held out: {shown}")
 
     def _skip(self, event: Event) -> None:
         where = "; ".join(event["where"][:2])
-        self._print(f"step {event['step']} dropped: grad norm {event['grad_norm']} ({where})")
+        self.say(f"step {event['step']} dropped: grad norm {event['grad_norm']} ({where})")
 
     def _sample(self, event: Event) -> None:
         self.close()
@@ -157,10 +157,6 @@ class Console:
         taken = len(f"step {event['step']}/{self.steps}") + BAR + len(" 0:00:00") + 2
         room = self.out.width - taken
         self._progress.update(self._task, completed=event["step"], figures=_figures(event, room))
-
-    def _print(self, text: str) -> None:
-        console = self._progress.console if self._progress is not None else self.out
-        console.print(text, markup=False)
 
     def _left(self, step: int) -> str:
         done = step - (self._first_step or 0)

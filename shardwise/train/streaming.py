@@ -40,7 +40,6 @@ from shardwise.train.codecs import (
 from shardwise.train.corpus import Document, dataset_documents
 from shardwise.train.tokens import (
     DataError,
-    TokenHeader,
     Tokens,
     TokenWriter,
     open_tokens,
@@ -133,21 +132,23 @@ class Stream:
         if done >= self.count or self._has_ended:
             return
         first, at = json.loads(self._mark(done - 1).read_text()) if done else (0, 0)
-        train = _File(self.path(done), self.codec)
-        held = None if done else _File(self.folder / "held_out.bin", self.codec)
+        train = TokenWriter(self.path(done), self.codec.vocab_size)
+        beside = self.folder / "held_out.bin"
+        held = None if done else TokenWriter(beside, self.codec.vocab_size)
         try:
             for row, is_held, tokens in self._rows(first):
                 if is_held:
                     if held is not None:
-                        held.add(tokens)
+                        self._add(tokens, held)
                     continue
                 while self.length is not None and train.count + len(tokens) - at > self.length:
                     end = at + self.length - train.count
-                    train.add(tokens[at:end])
+                    self._add(tokens[at:end], train)
                     at = end
                     if held is not None:
                         if held.count < 2:  # none came so far: the next one
-                            held.add(next((more for _, one, more in self._rows(row) if one), _NONE))
+                            found = (more for _, one, more in self._rows(row) if one)
+                            self._add(next(found, _NONE), held)
                         held.close()
                         held = None
                     write_whole(self._mark(done), json.dumps([row, at]).encode())
@@ -156,8 +157,8 @@ class Stream:
                     done += 1
                     if done >= self.count:
                         return
-                    train = _File(self.path(done), self.codec)
-                train.add(tokens[at:])
+                    train = TokenWriter(self.path(done), self.codec.vocab_size)
+                self._add(tokens[at:], train)
                 at = 0
             write_whole(self.folder / _ENDED, str(max(1, done)).encode())
             if held is not None:  # the dataset is shorter than a volume
@@ -169,6 +170,10 @@ class Stream:
             for one in (train, held):
                 if one is not None:
                     one.discard()
+
+    def _add(self, tokens: Tokens, file: TokenWriter) -> None:
+        file.num_bytes = (file.num_bytes or 0) + num_bytes(self.codec, tokens)
+        file.add(tokens)
 
     @property
     def _has_ended(self) -> bool:
@@ -197,22 +202,6 @@ class Stream:
             draw = int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8], "big")
             number = int(document.name.rpartition("/")[2])
             yield number, draw < self.held_out * 2**64, tokens
-
-
-class _File(TokenWriter):
-    """A token file, and the bytes of text that its tokens stand for."""
-
-    def __init__(self, path: Path, codec: Codec) -> None:
-        super().__init__(path, codec.vocab_size)
-        self._codec, self._text = codec, 0
-
-    def add(self, tokens: Tokens) -> None:
-        if len(tokens):
-            super().add(tokens)
-            self._text += num_bytes(self._codec, tokens)
-
-    def close(self, num_bytes: int | None = None) -> TokenHeader:
-        return super().close(self._text)
 
 
 def open_stream(

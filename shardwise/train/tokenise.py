@@ -267,7 +267,7 @@ def tokenise(
     setup = (codec if isinstance(codec, Bytes) else str(folder), column)
     named, path = named_in_headers(codec), out if single else out / "tokens.bin"
     writer = TokenWriter(path, codec.vocab_size, tokenizer=named)
-    num_texts = num_read = 0
+    writer.num_bytes = num_texts = 0
     try:
         with _progress() as progress:
             bar = progress.add_task("tokens", total=sum(one.size for one in work), tokens="0")
@@ -275,16 +275,16 @@ def tokenise(
                 work, workers or os.cpu_count() or 1, setup
             ):
                 writer.add(tokens)
-                num_texts, num_read = num_texts + documents, num_read + read
+                num_texts, writer.num_bytes = num_texts + documents, writer.num_bytes + read
                 progress.update(bar, advance=piece.size, tokens=f"{writer.count:,}")
         if not num_texts:
             raise DataError(f"there is no text in what was named: {out} is not written")
-        writer.close(num_read)
+        writer.close()
     finally:
         writer.discard()
     Console(stderr=True, highlight=False).print(
-        f"{num_texts:,} documents, {num_read:,} bytes, {writer.count:,} tokens "
-        f"({num_read / writer.count:.2f} bytes each)"
+        f"{num_texts:,} documents, {writer.num_bytes:,} bytes, {writer.count:,} tokens "
+        f"({writer.num_bytes / writer.count:.2f} bytes each)"
     )
     return writer.path
 

@@ -82,6 +82,7 @@ class TokenWriter:
             )
         self.path, self.vocab_size, self.tokenizer = Path(path), vocab_size, tokenizer
         self.count = 0
+        self.num_bytes: int | None = None  # of text that the tokens stand for
         self._digest = hashlib.sha256()
         self._partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         self._file = self._partial.open("wb")
@@ -94,14 +95,14 @@ class TokenWriter:
         self._file.write(data)
         self.count += len(tokens)
 
-    def close(self, num_bytes: int | None = None) -> TokenHeader:
-        """Publish the file. ``num_bytes``: how many bytes of text the tokens stand for."""
+    def close(self) -> TokenHeader:
+        """Publish the file."""
         header = TokenHeader(
             dtype=dtype_for(self.vocab_size).name,
             vocab_size=self.vocab_size,
             count=self.count,
             sha256=self._digest.hexdigest(),
-            num_bytes=num_bytes,
+            num_bytes=self.num_bytes,
             tokenizer=self.tokenizer,
         )
         self._file.seek(0)
@@ -151,7 +152,8 @@ def write_tokens(
     try:
         for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
             writer.add(array)
-        return writer.close(num_bytes)
+        writer.num_bytes = num_bytes
+        return writer.close()
     finally:
         writer.discard()
 

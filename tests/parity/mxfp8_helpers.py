@@ -16,8 +16,8 @@ import shardwise as sw
 from shardwise.precision.fp8 import Plane, encode
 from shardwise.precision.fp8_functions import Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import READS, Format, FP8Tensor, Matrices, Reads
-from shardwise.shard.fp8_group import GROUPS
-from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
+from shardwise.shard.fp8_group import GROUPS, FP8Weight
+from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for

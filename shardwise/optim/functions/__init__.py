@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix optimizers as functions, each in a file that can be copied: ANY[name](lr=...)."""
+"""Matrix optimizers as functions, in files that can be copied: ANY[name](lr=...)."""
 
-from shardwise.optim.functions.adamuon import adamuon
 from shardwise.optim.functions.dion import dion
-from shardwise.optim.functions.muon import muon
-from shardwise.optim.functions.normuon import normuon
+from shardwise.optim.functions.muon import adamuon, muon, normuon
 from shardwise.optim.functions.scion import scion, spectral_lion
 from shardwise.optim.functions.shampoo import shampoo
 from shardwise.optim.functions.soap import soap
