@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that is changed in torch so that its optimizers and its functions know our parameters.
 
-    before a step   states that torch loaded get our pieces; other libraries' Muon is refused;
+    before a step   states that torch loaded get our pieces; other libraries' Muon is refused, and
+                    parameters that nobody wrapped are told of;
                     gradients are checked, and the step is noted for the ranks to compare; gathers
                     that read the weights end; closures that decide return one loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
@@ -20,6 +21,7 @@ attribute: ``compares_gradients``, ``marks_writes``, ``places_states``.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 import zlib
@@ -44,10 +46,13 @@ from shardwise.agreement import differ
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
+from shardwise.notices import warn_once
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 from shardwise.uncompiled import skip_frames, uncompiled
+from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
+LEFT_ALONE = "_shardwise_left_alone"  # of a parameter that is meant to be plain on each rank
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
@@ -78,6 +83,7 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
         return
     _known_states[optimizer] = optimizer.state
     _refuse_matrix_optimizers(optimizer)
+    _warn_of_unwrapped(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             ours = type(parameter) is ShardedTensor
@@ -88,6 +94,38 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
                     foreign = not parameter.cut.matches(value.cut)
                 if foreign and value.ndim and value.shape == parameter.shape:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of trainable parameters beside ours that no unit has: each rank steps its own copy."""
+    ranks = max((p.cut.full_mesh.size() for p in _ours(optimizer)), default=1)
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    plain = [
+        p
+        for p in every
+        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+    ]
+    if ranks == 1 or not plain:
+        return
+    reduced = {  # by DDP, or torch's replicate, around our units
+        id(p)
+        for one in gc.get_objects()
+        if issubclass(type(one), nn.parallel.DistributedDataParallel)
+        for p in one._module_parameters
+    }
+    names: dict[int, str] = getattr(optimizer, "_names", {})
+    if alone := [p for p in plain if id(p) not in reduced]:
+        warn_once(
+            logger,
+            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, beside "
+            "sharded parameters: nothing averages their gradients over the %d ranks, and each "
+            "rank's copy goes its own way. Wrap the module that holds them (the model itself, "
+            "after its blocks), or pass them in ignored_params where you average them yourself "
+            "or mean them to differ",
+            type(optimizer).__name__,
+            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in alone]),
+            ranks,
+        )
 
 
 def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
