@@ -8,7 +8,8 @@
     after a step    the write is counted, so that the next gather refreshes the weights
     zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
                     to be computed; that of modules alike
-    clipping        refuses gradients of which microbatches wait to be reduced
+    clipping        refuses gradients of which microbatches wait to be reduced, and plain ones that
+                    differ between ranks
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
     parametrize     writes values to parameters at rest; a tensor set to itself is no write
     DTensor(...)    with our placements is a ShardedTensor
@@ -25,7 +26,7 @@ import gc
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,8 +131,15 @@ def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
     """Raise for other libraries' Muon on pieces that it cannot work with: torch's takes a piece for
-    a matrix, dion's counts on the rows that torch.chunk gives."""
+    a matrix, dion's counts on the rows that torch.chunk gives; and for Adafactor with
+    foreach=True."""
     kind, of_torch = type(optimizer), getattr(torch.optim, "Muon", None)
+    lists = any(group.get("foreach") for group in optimizer.param_groups)
+    if kind is getattr(torch.optim, "Adafactor", None) and lists and _ours(optimizer):
+        raise RuntimeError(
+            "torch.optim.Adafactor(foreach=True) multiplies lists of whole means by lists of "
+            "pieces: build it with foreach=False, or leave foreach out"
+        )
     if kind.__module__.split(".")[0] != "dion" and kind is not of_torch:
         return
     of_chunks = kind is not of_torch and kind.__name__ in ("Muon", "Dion2")
@@ -214,6 +222,25 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
             f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
+        )
+
+
+def refuse_own_gradients(plain: Sequence[Tensor], axes: Iterable[comm.Axis]) -> None:
+    """Raise where gradients of plain parameters, beside those of sharded ones on these axes, differ
+    between ranks, which would clip the shards of one weight by different norms (collective)."""
+    value, apart = 0, False
+    for axis in axes:
+        for norm in torch._foreach_norm(plain, dtype=torch.float64) if plain and not value else ():
+            value = zlib.crc32(repr(norm.item()).encode(), value)
+        apart = differ(value, axis) or apart
+        apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
+    if apart:
+        shapes = ", ".join(str(list(one.shape)) for one in plain[:4])
+        raise RuntimeError(
+            f"gradients are clipped: those of {len(plain)} parameters that are not wrapped (of "
+            f"shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
+            f"Wrap the module that holds them (the model itself, after its blocks), or average "
+            f"their gradients over ranks before clipping"
         )
 
 
@@ -347,6 +374,27 @@ for _name in _CLIPS:
     for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
         if hasattr(_place, _name):
             setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))
+
+
+
+def _the_same_everywhere(total_norm: Callable[..., Any]) -> Callable[..., Any]:
+    @uncompiled
+    @functools.wraps(total_norm)
+    def compared(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        meshes = dict.fromkeys(t.cut.full_mesh for t in tensors if type(t) is ShardedTensor)
+        plain = [one for one in tensors if not isinstance(one, DTensor)]
+        if plain and meshes:
+            refuse_own_gradients(plain, [axis for one in meshes for axis in Ranks(one).axes])
+        return total_norm(tensors, *args, **kwargs)
+
+    return compared
+
+
+for _name in ("_get_total_norm", "get_total_norm"):
+    for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
+        if hasattr(_place, _name):
+            setattr(_place, _name, _the_same_everywhere(getattr(_place, _name)))
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):

@@ -24,7 +24,6 @@ or an infinity anywhere makes the norm so on every rank.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +34,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
-from shardwise.agreement import differ
 from shardwise.cut import Cut, reduced
 from shardwise.division import Division
 from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.tensor_steps import refuse_unreduced
+from shardwise.tensor_steps import refuse_own_gradients, refuse_unreduced
 from shardwise.tensor_whole import gathered
 from shardwise.words import quoted
 
@@ -261,7 +259,9 @@ def grad_norm(
         grad = gradient_of(parameter)
         if grad is not None:
             members.append((parameter, grad))
-    _refuse_own_gradients(parameters)
+    plain = [p for p in parameters if not isinstance(p, DTensor) and _others_of(p) is False]
+    grads = [p.grad for p in plain if p.grad is not None]
+    refuse_own_gradients(grads, axes_of(parameters) if plain else ())
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
     for (axes, copies), members in members_of.items():
@@ -270,28 +270,6 @@ def grad_norm(
         value = reduced(value.view(1), "max" if largest else "sum", axes).view(())
         total = torch.maximum(total, value) if largest else total + value
     return (total if largest else total.pow(1.0 / norm_type)).float()
-
-
-def _refuse_own_gradients(parameters: Sequence[Tensor]) -> None:
-    """Raise where plain parameters beside sharded ones have other gradients on other ranks, which
-    would clip the shards of one weight by different norms (collective where there are both)."""
-    plain = [p for p in parameters if not isinstance(p, DTensor) and _others_of(p) is False]
-    axes = axes_of(parameters) if plain else []
-    grads = [p.grad for p in plain if p.grad is not None and axes]
-    value, apart = 0, False
-    for norm in torch._foreach_norm(grads, dtype=torch.float64) if grads else ():
-        value = zlib.crc32(repr(norm.item()).encode(), value)
-    for axis in axes:
-        apart = differ(value, axis) or apart
-        apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
-    if apart:
-        shapes = ", ".join(str(list(p.shape)) for p in plain[:4])
-        raise RuntimeError(
-            f"clip_grad_norm: {len(plain)} parameters that are not wrapped (of shapes {shapes}) "
-            f"have other gradients on other ranks, and each rank would clip by another norm. Wrap "
-            f"the module that holds them (the model itself, after its blocks), or average their "
-            f"gradients over ranks before clipping"
-        )
 
 
 def _others_of(parameter: Tensor) -> comm.Axis | bool:
