@@ -300,11 +300,12 @@ def meeting() -> Iterator[None]:
                 f"choose a free port (torchrun --master-port, MASTER_PORT), or end the process "
                 f"that listens there: the ranks cannot meet at {where}, which is in use"
             ) from error
+        seconds, reason = time.monotonic() - began, str(error).splitlines()[0][:200]
         raise CannotMeet(
-            f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']} waited {time.monotonic() - began:.0f} "
-            f"s and could not meet the others at {where}: check that all ranks were started, each "
-            f"with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own, that rank 0 "
-            f"runs at that address, and that no firewall is between ({str(error).splitlines()[0][:200]})"
+            f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']} waited {seconds:.0f} s and could "
+            f"not meet the others at {where}: check that all ranks were started, each with this "
+            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own, that rank 0 runs at "
+            f"that address, and that no firewall is between ({reason})"
         ) from error
 
 

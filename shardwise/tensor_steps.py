@@ -26,7 +26,7 @@ import gc
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -225,7 +225,7 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
         )
 
 
-def refuse_own_gradients(plain: Sequence[Tensor], axes: Iterable[comm.Axis]) -> None:
+def refuse_own_gradients(plain: list[Tensor], axes: Iterable[comm.Axis]) -> None:
     """Raise where gradients of plain parameters, beside those of sharded ones on these axes, differ
     between ranks, which would clip the shards of one weight by different norms (collective)."""
     value, apart = 0, False
@@ -374,7 +374,6 @@ for _name in _CLIPS:
     for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
         if hasattr(_place, _name):
             setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))
-
 
 
 def _the_same_everywhere(total_norm: Callable[..., Any]) -> Callable[..., Any]:

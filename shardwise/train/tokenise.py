@@ -245,7 +245,8 @@ def tokenise(
 
     Args:
         out: a file (``.bin``), or a directory that does not exist yet, or is empty.
-        column: the key of JSON lines, or the column of parquet files, that holds the text; ``None``: "text".
+        column: the key of JSON lines, or the column of parquet files, that holds the text
+            (``None``: "text").
         workers: processes; ``None``: one for every core.
     """
     if workers is not None and workers < 1:
@@ -258,8 +259,8 @@ def tokenise(
     work = work_of(sources, column or "text")
     if column is not None and all(piece.kind == "text" for piece in work):
         raise DataError(
-            f"--column {column} has no effect on text files, which are read whole: leave it out, or "
-            f"name files that end in .parquet or {', '.join(_LINES)}"
+            f"--column {column} has no effect on text files, which are read whole: leave it out, "
+            f"or name files that end in .parquet or {', '.join(_LINES)}"
         )
     column = column or "text"
     codec = open_codec(tokenizer)

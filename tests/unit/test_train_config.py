@@ -466,7 +466,7 @@ def test_wrong_words_get_one_line_that_says_what_to_type(
         assert cli.run(words.split()) == 2, words
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1, err
-    assert cli.run("train smoke --steps 10 --warmup 40 --dry-run".split()) == 0
+    assert cli.run(["train", "smoke", "--steps", "10", "--warmup", "40", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "warning  learning rates rise for warmup=40 of steps=10 and reach 15 % of lr" in said
     for words in ("plan --strategy zero4", "train --strategy zero4"):
