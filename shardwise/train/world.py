@@ -137,8 +137,8 @@ def join(timeout: float) -> World:
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"{per_node or local_rank + 1} ranks on a machine with {torch.cuda.device_count()} "
-                f"GPUs: start at most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
-                f"train on CPU"
+                f"GPUs: start at most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) "
+                f"to train on CPU"
             )
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
