@@ -225,13 +225,15 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
         )
 
 
-def refuse_own_gradients(plain: list[Tensor], axes: Iterable[comm.Axis]) -> None:
+def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
     """Raise where gradients of plain parameters, beside those of sharded ones on these axes, differ
     between ranks, which would clip the shards of one weight by different norms (collective)."""
     value, apart = 0, False
+    if plain and axes:
+        norms = torch._foreach_norm(plain, dtype=torch.float64)
+        known = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
+        value = zlib.crc32(repr(known).encode())
     for axis in axes:
-        for norm in torch._foreach_norm(plain, dtype=torch.float64) if plain and not value else ():
-            value = zlib.crc32(repr(norm.item()).encode(), value)
         apart = differ(value, axis) or apart
         apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
     if apart:

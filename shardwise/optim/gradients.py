@@ -261,7 +261,7 @@ def grad_norm(
             members.append((parameter, grad))
     plain = [p for p in parameters if not isinstance(p, DTensor) and _others_of(p) is False]
     grads = [p.grad for p in plain if p.grad is not None]
-    refuse_own_gradients(grads, axes_of(parameters) if plain else ())
+    refuse_own_gradients(grads, axes_of(parameters) if plain else [])
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
     for (axes, copies), members in members_of.items():
