@@ -40,6 +40,7 @@ from shardwise.commands import (
     Verify,
     examples,
 )
+from shardwise.notices import CannotMeet
 from shardwise.train.cache import keep_bytecode
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.flags import flags_of, given
@@ -441,7 +442,7 @@ def _guarded(function: Any) -> int:
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("", exc_info=True)
-        if _speaks():
+        if _speaks() or isinstance(error, CannotMeet):
             print(f"error: {_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -116,8 +116,8 @@ class Data:
     """A file (.bin), or a directory for one."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learned from the text), or a tokenizer.json or its directory."""
-    column: str = "text"
-    """The key of JSON lines or the column of parquet files that holds the text."""
+    column: str | None = None
+    """The key of JSON lines or the column of parquet files that holds the text; default: text."""
     workers: int | None = None
     """Processes; default: one for each core."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import comm
 from shardwise.agreement import all_ranks
 from shardwise.lockstep import Journal
+from shardwise.notices import CannotMeet
 from shardwise.placements import Placement, num_shards, shard_range
 
 AXES = ("dp_outer", "dp", "ep", "tp")
@@ -278,17 +280,32 @@ def _named(mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def naming_the_port() -> Iterator[None]:
-    """While ranks meet, a port that another process has becomes an error with the fix first."""
+def meeting() -> Iterator[None]:
+    """While ranks meet, what keeps this one from it becomes one line: who waits where, and what to
+    check."""
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    numbers = {name: int(text) for name, text in found.items() if text.isdecimal()}
+    address, port = os.environ.get("MASTER_ADDR", ""), numbers.get("MASTER_PORT")
+    if len(numbers) < 3 or not address or not numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise CannotMeet(
+            f"start the ranks with torchrun, or set RANK (from 0 to WORLD_SIZE - 1), WORLD_SIZE, "
+            f"MASTER_ADDR and MASTER_PORT: this process has {found | {'MASTER_ADDR': address}}"
+        )
+    where, began = f"{address}:{port}", time.monotonic()
     try:
         yield
-    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ValueError(
-            f"choose a free port (torchrun --master-port, MASTER_PORT), or end the process that "
-            f"listens there: the ranks cannot meet at {where}, which is in use"
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise CannotMeet(
+                f"choose a free port (torchrun --master-port, MASTER_PORT), or end the process "
+                f"that listens there: the ranks cannot meet at {where}, which is in use"
+            ) from error
+        seconds, reason = time.monotonic() - began, str(error).splitlines()[0][:200]
+        raise CannotMeet(
+            f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']} waited {seconds:.0f} s and could "
+            f"not meet the others at {where}: check that all ranks were started, each with this "
+            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own, that rank 0 runs at "
+            f"that address, and that no firewall is between ({reason})"
         ) from error
 
 
@@ -297,7 +314,7 @@ def _join_process_group(device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        with naming_the_port():
+        with meeting():
             dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings for people: once in a process, and from one rank. Nothing here imports torch."""
+"""Warnings for people: once in a process, and from one rank; and the error that every rank tells.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ import sys
 from typing import Any
 
 _told: set[object] = set()
+
+
+class CannotMeet(ValueError):  # noqa: N818  (it names what happened)
+    """This rank has not reached the others, so that no other one speaks for it."""
 
 
 def warn_once(

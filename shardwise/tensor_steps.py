@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that is changed in torch so that its optimizers and its functions know our parameters.
 
-    before a step   states that torch loaded get our pieces; other libraries' Muon is refused;
+    before a step   states that torch loaded get our pieces; other libraries' Muon is refused, and
+                    parameters that nobody wrapped are told of;
                     gradients are checked, and the step is noted for the ranks to compare; gathers
                     that read the weights end; closures that decide return one loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
     zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
                     to be computed; that of modules alike
-    clipping        refuses gradients of which microbatches wait to be reduced
+    clipping        refuses gradients of which microbatches wait to be reduced, and plain ones that
+                    differ between ranks
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
     parametrize     writes values to parameters at rest; a tensor set to itself is no write
     DTensor(...)    with our placements is a ShardedTensor
@@ -20,6 +22,7 @@ attribute: ``compares_gradients``, ``marks_writes``, ``places_states``.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 import zlib
@@ -44,10 +47,13 @@ from shardwise.agreement import differ
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
+from shardwise.notices import warn_once
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 from shardwise.uncompiled import skip_frames, uncompiled
+from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
+LEFT_ALONE = "_shardwise_left_alone"  # of a parameter that is meant to be plain on each rank
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
@@ -78,6 +84,7 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
         return
     _known_states[optimizer] = optimizer.state
     _refuse_matrix_optimizers(optimizer)
+    _warn_of_unwrapped(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             ours = type(parameter) is ShardedTensor
@@ -90,10 +97,49 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
+def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of trainable parameters beside ours that no unit has: each rank steps its own copy."""
+    ranks = max((p.cut.full_mesh.size() for p in _ours(optimizer)), default=1)
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    plain = [
+        p
+        for p in every
+        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+    ]
+    if ranks == 1 or not plain:
+        return
+    reduced = {  # by DDP, or torch's replicate, around our units
+        id(p)
+        for one in gc.get_objects()
+        if issubclass(type(one), nn.parallel.DistributedDataParallel)
+        for p in one._module_parameters
+    }
+    names: dict[int, str] = getattr(optimizer, "_names", {})
+    if alone := [p for p in plain if id(p) not in reduced]:
+        warn_once(
+            logger,
+            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, beside "
+            "sharded parameters: nothing averages their gradients over the %d ranks, and each "
+            "rank's copy goes its own way. Wrap the module that holds them (the model itself, "
+            "after its blocks), or pass them in ignored_params where you average them yourself "
+            "or mean them to differ",
+            type(optimizer).__name__,
+            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in alone]),
+            ranks,
+        )
+
+
 def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
     """Raise for other libraries' Muon on pieces that it cannot work with: torch's takes a piece for
-    a matrix, dion's counts on the rows that torch.chunk gives."""
+    a matrix, dion's counts on the rows that torch.chunk gives; and for Adafactor with
+    foreach=True."""
     kind, of_torch = type(optimizer), getattr(torch.optim, "Muon", None)
+    lists = any(group.get("foreach") for group in optimizer.param_groups)
+    if kind is getattr(torch.optim, "Adafactor", None) and lists and _ours(optimizer):
+        raise RuntimeError(
+            "torch.optim.Adafactor(foreach=True) multiplies lists of whole means by lists of "
+            "pieces: build it with foreach=False, or leave foreach out"
+        )
     if kind.__module__.split(".")[0] != "dion" and kind is not of_torch:
         return
     of_chunks = kind is not of_torch and kind.__name__ in ("Muon", "Dion2")
@@ -176,6 +222,27 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
             f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
+        )
+
+
+def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
+    """Raise where gradients of plain parameters, beside those of sharded ones on these axes, differ
+    between ranks, which would clip the shards of one weight by different norms (collective)."""
+    value, apart = 0, False
+    if plain and axes:
+        norms = torch._foreach_norm(plain, dtype=torch.float64)
+        known = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
+        value = zlib.crc32(repr(known).encode())
+    for axis in axes:
+        apart = differ(value, axis) or apart
+        apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
+    if apart:
+        shapes = ", ".join(str(list(one.shape)) for one in plain[:4])
+        raise RuntimeError(
+            f"gradients are clipped: those of {len(plain)} parameters that are not wrapped (of "
+            f"shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
+            f"Wrap the module that holds them (the model itself, after its blocks), or average "
+            f"their gradients over ranks before clipping"
         )
 
 
@@ -309,6 +376,26 @@ for _name in _CLIPS:
     for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
         if hasattr(_place, _name):
             setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))
+
+
+def _the_same_everywhere(total_norm: Callable[..., Any]) -> Callable[..., Any]:
+    @uncompiled
+    @functools.wraps(total_norm)
+    def compared(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        meshes = dict.fromkeys(t.cut.full_mesh for t in tensors if type(t) is ShardedTensor)
+        plain = [one for one in tensors if not isinstance(one, DTensor)]
+        if plain and meshes:
+            refuse_own_gradients(plain, [axis for one in meshes for axis in Ranks(one).axes])
+        return total_norm(tensors, *args, **kwargs)
+
+    return compared
+
+
+for _name in ("_get_total_norm", "get_total_norm"):
+    for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
+        if hasattr(_place, _name):
+            setattr(_place, _name, _the_same_everywhere(getattr(_place, _name)))
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):

@@ -44,7 +44,7 @@ from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, num
 from shardwise.checkpoint.manifest import INDEX, METADATA, STATE, Manifest, now, rank_file, versions
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
-from shardwise.checkpoint.state import State, json_state, model_key, model_state, placements_of
+from shardwise.checkpoint.state import State, json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
@@ -222,12 +222,11 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
 
 
 def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, int]:
-    """Checksums of plain tensors of the model, of copies of weights and of what ``state.json``
-    holds; the texts of objects name places in memory."""
+    """Checksums of plain tensors of model and optimizer, of copies of weights and of what
+    ``state.json`` holds; the texts of objects name places in memory."""
     plain = {key: one for key, one in state.tensors.items() if not isinstance(one, DTensor)}
-    named = {model_key(name) for name in state.names.values()} | state.buffers
     spread = {key for key, stack in state.members.items() if stack.spread}
-    sums = {key: checksum(one) for key, one in plain.items() if key in named - spread}
+    sums = {key: checksum(one) for key, one in plain.items() if key not in spread}
     values = {"extra states of modules": state.extra_states}
     if optimizer is not None:
         options = [group["options"] for group in optimizer["groups"]]

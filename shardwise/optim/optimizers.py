@@ -33,6 +33,7 @@ from shardwise.optim.sharded import (
     raise_unless_same,
     summary,
 )
+from shardwise.tensor_steps import LEFT_ALONE
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def optimizer(
         if isinstance(module, GroupedLinear) and module.total_experts > module.num_experts:
             for parameter in module.parameters(recurse=False):
                 setattr(parameter, OTHERS_ELSEWHERE, module.axis or True)
+                setattr(parameter, LEFT_ALONE, True)
     routed = routes_of(model)
     found = [one for one in routed if one.parameter.requires_grad]
     if not found:

@@ -268,6 +268,7 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
+HEAD = "an output head"  # why a weight stays in a dtype
 TILED = "it is a DTensor of tensor parallelism"
 
 
@@ -310,10 +311,10 @@ def ineligible(
         return f"read by {', '.join(others)}, not only by linears"
     if any(map(_looks_up, owners)) and not precision.names(name):
         return f"read by an embedding; include={(*wanted, name)} stores it too"
-    if head and precision.keeps_head(name):
-        return f"an output head; include={(*wanted, name)} stores it too, and multiplies in fp8"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
+    if head and precision.keeps_head(name):
+        return f"{HEAD}; include={(*wanted, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
     return "; ".join(shape_problems(shape[-2:] if stack else shape, FORMATS[format])) or None

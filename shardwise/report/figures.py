@@ -26,7 +26,7 @@ from shardwise.words import aligned, count_text, flops_text, size_text
 KINDS = {
     "main": "main weights",
     "compute": "compute weights",
-    "staging": "weights on their way to MXFP8",
+    "staging": "weights on their way to fp8",
     "workspace": "one matrix, decoded",
     "grad": "gradients",
     "grad_transient": "gradients on their way",
@@ -136,6 +136,19 @@ class Plan(Measured):
                     parameters + times * len(group.layout.items),
                     elements + times * group.layout.payload,
                     tuple(a + b for a, b in zip(held, planes, strict=True)),
+                )
+        return found
+
+    @property
+    def staged(self) -> dict[str, tuple[int, int]]:
+        """Weights in fp8 that are gathered as bf16, by the reason: (parameters, bytes, whole)."""
+        found: dict[str, tuple[int, int]] = {}
+        for unit in self.units:
+            for group in (one for one in unit.groups if one.staged):
+                parameters, nbytes = found.get(group.staged, (0, 0))
+                found[group.staged] = (
+                    parameters + len(unit.names) * len(group.layout.items),
+                    nbytes + len(unit.names) * 2 * group.layout.payload,
                 )
         return found
 
@@ -265,6 +278,10 @@ def _weights(plan: Plan) -> list[str]:
         for name, (parameters, _, planes) in plan.formats.items()
     ]
     rows += [
+        ("in fp8, gathered as bf16", f"{parameters:,}", size_text(nbytes), "")
+        for parameters, nbytes in plan.staged.values()
+    ]
+    rows += [
         (f"gathered in {phase}", f"{count:,}", size_text(nbytes), size_text(sent))
         for phase, (count, nbytes, sent) in plan.gathered.items()
     ]
@@ -272,7 +289,8 @@ def _weights(plan: Plan) -> list[str]:
         "Compute weights",
         ("", "count", "whole", "sent"),
         rows,
-        "MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both.",
+        "MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both."
+        + "".join(f" Gathered as bf16: {why}." for why in plan.staged),
     )
 
 

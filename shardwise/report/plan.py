@@ -55,6 +55,7 @@ from shardwise.report.units import ToWrap, modules_to_wrap, price_of_whole, spre
 from shardwise.shard.checks import grain_problems
 from shardwise.shard.containers import map_tensors
 from shardwise.shard.data_parallel import GRAINS
+from shardwise.shard.formats import staged_because
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
 
@@ -364,6 +365,7 @@ def _planned_group(group: Group, matrices: set[int]) -> tuple[int, PlannedGroup]
         planes=() if group.aliased else tuple(block.nbytes for block in group.blocks),
         matrices=tuple(id(parameter) in matrices for parameter in group.sharded),
         trainable=group.trainable,
+        staged=staged_because(group.layout, group.format, group.persistent),
     )
     return 1 if group.ranks.others is None else group.ranks.others.size, planned
 

@@ -141,6 +141,7 @@ class PlannedGroup:
     planes: tuple[int, ...]  # bytes of the gathered compute weights
     matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
     trainable: bool
+    staged: str = ""  # why weights in fp8 are gathered as bf16, where they are
 
     def state_bytes(self, states: tuple[int, int]) -> NDArray[numpy.int64]:
         """Bytes of optimizer state beside each shard; padding has none.

@@ -36,6 +36,7 @@ from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import device_of, find_parameters, install, outermost, own_buffers
+from shardwise.tensor_steps import LEFT_ALONE
 from shardwise.tile import tile_of
 
 
@@ -63,7 +64,8 @@ class Wrapping:
     ) -> None:
         self.verb, self.roots, self.mesh = verb, outermost(modules), mesh
         self.placements, self.precision, self.device = placements, precision, device_of(mesh)
-        self.found = find_parameters(self.roots, ignored or set())
+        self.ignored = ignored or set()
+        self.found = find_parameters(self.roots, self.ignored)
         self.buffers = own_buffers(self.roots)
         self.held = held_by(self.found, self.buffers)
         if not all(f.local.is_meta for f in self.found):  # else there is nothing to view
@@ -174,6 +176,8 @@ class Wrapping:
         unit.stored = {where[position]: one for position, one in enumerate(self.stored)}
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
+        for one in self.ignored:
+            setattr(one, LEFT_ALONE, True)
         if any(one.format for one in self.stored):
             tell_of_decoding(self.precision, self.device, self.mesh)
 

@@ -47,7 +47,7 @@ from shardwise.precision.policy import (
 )
 from shardwise.shard.members import stored_in
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
-from shardwise.words import aligned
+from shardwise.words import aligned, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,17 @@ def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
     planes = planes_of(format, "forward", persistent)
     nbytes = sum(1 + SCALES[block].itemsize / math.prod(block) for block in planes)
     return layout.num_shards == 1 or nbytes < torch.bfloat16.itemsize
+
+
+def staged_because(layout: Layout, format: Format | None, persistent: bool) -> str:
+    """Why weights in fp8 are gathered as bf16 and encoded afterwards; empty where they are not."""
+    if format is None or sends_codes(layout, format, persistent):
+        return ""
+    if encodes_locally(layout, format):
+        return "two planes have more bytes"
+    if any(one_scale_each(item, FORMATS[format]) for item in layout.items):
+        return "a rank's shard cuts an expert, which has one scale"
+    return "a rank's shard cuts a block"
 
 
 def plane_layout(layout: Layout, direct: bool) -> Layout:
@@ -210,21 +221,18 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
     notes: dict[str, None] = {}
-    staged: dict[str, list[str]] = {}
+    staged: dict[str, list[Stored]] = {}
     found: list[Stored] = []
     for full, module, one, group in stored_in(model, units):
         products, note = _products(module, one, group.precision, group.device)
         found.append(replace(one, name=full, products=products))
         notes |= {f"products: {note}": None} if note else {}
-        if one.format and not sends_codes(group.layout, one.format, group.persistent):
-            why = "a rank's shard cuts a block"
-            if one_scale_each(Item(full, one.shape), FORMATS[one.format]):
-                why = "a rank's shard cuts an expert, which has one scale"
-            if encodes_locally(group.layout, one.format):
-                why = "two planes have more bytes"
-            staged.setdefault(why, []).append(full)
-    for why, names in staged.items():
-        notes[f"gathered as bf16, because {why}: {', '.join(names)}"] = None
+        if why := staged_because(group.layout, one.format, group.persistent):
+            staged.setdefault(why, []).append(found[-1])
+    for why, those in staged.items():
+        nbytes = sum(math.prod(one.shape) for one in those) * torch.bfloat16.itemsize
+        names = ", ".join(one.name for one in those)
+        notes[f"gathered as bf16 ({size_text(nbytes)}), because {why}: {names}"] = None
     return PrecisionReport(tuple(found), tuple(notes))
 
 

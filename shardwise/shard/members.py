@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.policy import TILED, Stored, stores_nothing
+from shardwise.precision.policy import HEAD, TILED, Stored, stores_nothing
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
@@ -130,13 +130,16 @@ def stored_in(
 
 
 def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of output heads in fp8 that were wrapped by themselves, under names that say nothing."""
+    """Warn of output heads in fp8 that were wrapped by themselves, under names that say nothing;
+    and of weights in bf16 whose names say so in the wrapped module, and not in the model."""
     kept = [unit for unit in units if unit.precision.keeps_head("")]
-    heads = [
-        full
-        for full, _, one, group in (stored_in(model, kept) if kept else ())
-        if one.format and names_head(full) and group.precision.keeps_head(one.name)
-    ]
+    heads: list[str] = []
+    others: list[str] = []
+    for full, _, one, group in stored_in(model, kept) if kept else ():
+        head = names_head(full)
+        if group.precision.keeps_head(one.name) and head != names_head(one.name):
+            heads += [full] if head and one.format else []
+            others += [full] if one.why.startswith(HEAD) else []
     if heads:
         warn_once(
             logger,
@@ -144,6 +147,13 @@ def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
             "module that was wrapped its name does not say what it is. Wrap it with exclude=('*',) "
             "or in bf16, or name it in include",
             quoted(heads),
+        )
+    if others:
+        warn_once(
+            logger,
+            "%s stays in bf16: its name in the module that was wrapped is that of an output head. "
+            "Name it in include to store it in fp8, or in exclude to say that bf16 is meant",
+            quoted(others),
         )
 
 

@@ -277,6 +277,17 @@ class TrainConfig:
         left = (self.steps - step) / falls_for if falls_for else 1.0
         return rising * max(self.final, min(1.0, left))
 
+    @property
+    def unreached(self) -> str:
+        """One line where learning rates never come near what was asked for; else empty."""
+        most = max(self.factor(step) for step in range(min(self.steps, self.warmup or 1)))
+        if most >= 0.9:  # a decay over all steps begins in the warmup
+            return ""
+        return (
+            f"learning rates rise for warmup={self.warmup} of steps={self.steps} and reach "
+            f"{100 * most:.0f} % of lr and matrix_lr: choose a shorter --warmup, or more --steps"
+        )
+
     def data_ranks(self, world_size: int) -> int:
         """The number of ranks with sequences of their own; ``tp`` neighbours have the same."""
         if world_size % self.tp:

@@ -37,6 +37,8 @@ def preview(config: TrainConfig, ranks: int) -> str:
     lines = [*_configuration(config), "", str(made), ""]
     if decision is not None:
         lines.append(f"note     {decision}")
+    if config.unreached:
+        lines.append(f"warning  {config.unreached}")
     each = flops_per_token(config, model.parameters())
     return "\n".join([*lines, f"time     {_time(config, each, device, ranks)[1]}"])
 

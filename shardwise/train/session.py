@@ -244,6 +244,8 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             trainer.events(
                 "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"
             )
+        if resolved.checkpoint is None and config.unreached:
+            trainer.events("warning", step=trainer.step, text=config.unreached)
         if changes and world.first and _is_news(config.microbatches):
             text = f"out of memory: {config.microbatches} microbatches now"
             trainer.events("warning", step=trainer.step, text=text)

@@ -238,14 +238,15 @@ def tokenise(
     out: Path,
     *,
     tokenizer: str = "bytes",
-    column: str = "text",
+    column: str | None = None,
     workers: int | None = None,
 ) -> Path:
     """Write a token file; returns its path.
 
     Args:
         out: a file (``.bin``), or a directory that does not exist yet, or is empty.
-        column: the key of JSON lines, or the column of parquet files, that holds the text.
+        column: the key of JSON lines, or the column of parquet files, that holds the text
+            (``None``: "text").
         workers: processes; ``None``: one for every core.
     """
     if workers is not None and workers < 1:
@@ -255,7 +256,13 @@ def tokenise(
     single = out.suffix == ".bin"
     if out.exists() and (single or not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is there already: remove it, or name another place")
-    work = work_of(sources, column)
+    work = work_of(sources, column or "text")
+    if column is not None and all(piece.kind == "text" for piece in work):
+        raise DataError(
+            f"--column {column} has no effect on text files, which are read whole: leave it out, "
+            f"or name files that end in .parquet or {', '.join(_LINES)}"
+        )
+    column = column or "text"
     codec = open_codec(tokenizer)
     if codec is None:
         texts = (text for piece in work for text in texts_of(piece, column))

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import comm
 from shardwise.agreement import all_ranks, together
-from shardwise.mesh import naming_the_port
+from shardwise.mesh import meeting
 
 logger = logging.getLogger(__name__)
 
@@ -131,29 +131,29 @@ def join(timeout: float) -> World:
     """Join the other ranks: NCCL between GPUs where there are some, gloo between hosts."""
     check_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    size = int(os.environ["WORLD_SIZE"])
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"{per_node} ranks on a machine with {torch.cuda.device_count()} GPUs: start at "
-                f"most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on CPU"
+                f"{per_node or local_rank + 1} ranks on a machine with {torch.cuda.device_count()} "
+                f"GPUs: start at most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) "
+                f"to train on CPU"
             )
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
-    with naming_the_port():
-        store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun may keep its store over a restart, with the addresses of dead ranks in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    fresh = dist.PrefixStore(f"shardwise/attempt-{attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
+    with meeting():
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        fresh = dist.PrefixStore(f"shardwise/attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=local_rank,
-        num_nodes=max(1, size // per_node),
+        num_nodes=max(1, size // (per_node or size)),
         device=device,
     )
 

@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ignored_params``: left alone, whatever they are."""
+"""Parameters that no unit has: ``ignored_params`` are left alone, whatever they are; others, beside
+units, are told of."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+import unittest
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 import shardwise as sw
 from tests.contract.helpers import (
     WIDTH,
+    Net,
     assert_close,
     average_gradients,
     full,
     mesh_for,
     pair,
     vector_loss,
+    word_loss,
 )
 from tests.ranks import on_ranks
 
@@ -82,3 +94,92 @@ def test_ignored_parameters_may_be_of_any_kind_and_differ_between_ranks(
     vector_loss(net, rank).backward()
     assert net.local.grad is not None and net.local.grad.shape == (rank + 1,)
     assert net.linear.weight.grad is not None
+
+
+def rootless(world_size: int, ignoring: bool = False) -> Net:
+    """A model whose blocks are wrapped and which nobody wrapped itself."""
+    torch.manual_seed(7)
+    net = Net()
+    rest = {*net.embedding.parameters(), *net.head.parameters()} if ignoring else None
+    for block in net.blocks:
+        sw.fully_shard(block, mesh=mesh_for("zero", world_size), ignored_params=rest)
+    return net
+
+
+OPTIMIZERS = {
+    "torch": lambda net: torch.optim.AdamW(net.parameters(), lr=0.1),
+    "sw": lambda net: sw.optimizer(net, matrix=sw.muon(), elementwise=sw.adamw(lr=0.1)),
+}
+
+
+def said(logger: str, act: Any) -> str:
+    """The warnings while ``act`` runs."""
+    with unittest.TestCase().assertLogs(logger, logging.WARNING) as heard:
+        logging.getLogger(logger).warning("-")
+        act()
+    return "\n".join(heard.output)
+
+
+@pytest.mark.parametrize("ignoring", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2, fresh=True)
+def test_parameters_that_nobody_wrapped_are_told_of(
+    rank: int, world_size: int, kind: str, ignoring: bool
+) -> None:
+    net = rootless(world_size, ignoring)
+    optimizer = OPTIMIZERS[kind](net)
+    word_loss(net, rank).backward()
+    text = said("shardwise.tensor_steps", optimizer.step)
+    told = "nothing averages their gradients over the 2 ranks" in text
+    assert told == (rank == 0 and not ignoring), text
+    name = "'embedding.weight'" if kind == "sw" else "'a parameter of shape [17, 10]'"
+    assert not told or f"updates {name}" in text, text
+
+
+@on_ranks(2)
+def test_no_warning_where_ddp_is_around_the_units(rank: int, world_size: int) -> None:
+    net = rootless(world_size)
+    inside = [n for n, p in net.named_parameters() if isinstance(p, DTensor)]
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(net, inside)
+    around = ddp(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    word_loss(around, rank).backward()
+    assert "averages" not in said("shardwise.tensor_steps", optimizer.step)
+
+
+@on_ranks(2)
+def test_ranks_never_clip_by_different_norms(rank: int, world_size: int) -> None:
+    net = rootless(world_size, True)
+    optimizer = OPTIMIZERS["sw"](net)
+    word_loss(net, rank).backward()
+    for clip in (optimizer.clip_grad_norm, partial(clip_grad_norm_, net.parameters())):
+        with pytest.raises(RuntimeError, match=r"3 parameters that are not wrapped .*\[17, 10\]"):
+            clip(1.0)
+    for parameter in (*net.embedding.parameters(), *net.head.parameters()):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+    norms: list[Any] = [None] * world_size
+    by_torch = clip_grad_norm_(net.parameters(), 1e9)
+    dist.all_gather_object(norms, optimizer.clip_grad_norm(1.0).item())
+    assert abs(full(by_torch) - norms[0]) < 1e-6
+    torch.manual_seed(7)
+    plain = Net()
+    average_gradients(plain, word_loss, world_size)
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert norms[0] == norms[1] and abs(norms[0] - wanted.item()) < 1e-5
+
+
+@on_ranks(2, fresh=True)
+def test_states_that_differ_between_ranks_are_told_by_a_save(rank: int, world_size: int) -> None:
+    net = rootless(world_size, True)
+    optimizer = OPTIMIZERS["torch"](net)
+    shared: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    word_loss(net, rank).backward()
+    optimizer.step()
+    with torch.no_grad():  # the weights are made the same; their momenta are not
+        for one in (net.embedding.weight, net.head.weight, net.head.bias):
+            one.zero_()
+    text = said("shardwise.checkpoint", lambda: sw.save(f"{shared[0]}/one", net, optimizer))
+    assert ("state.embedding.weight.exp_avg'" in text) == (rank == 0), text

@@ -146,7 +146,7 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
     assert "gathered as bf16" not in text
     cut = sw.fully_shard(nn.Linear(32, 32), mesh=mesh_of(2), grain=sw.ELEMENT, precision=MXFP8)
-    assert "gathered as bf16, because a rank's shard cuts a block: weight" in str(
+    assert "gathered as bf16 (2.00 KiB), because a rank's shard cuts a block: weight" in str(
         sw.precision_report(cut)
     )
     experts = GroupedMLP(3, 128, 128, activation=swiglu(), weight_layout="grouped")

@@ -52,3 +52,12 @@ def test_other_optimizers_do_not_matter(rank: int, world_size: int) -> None:
     optimizer.step()
     assert not torch.equal(net.head.bias.full_tensor(), before)
     assert stranger.param_groups
+
+
+@on_ranks(2)
+def test_adafactor_with_lists_is_refused_by_name(rank: int, world_size: int) -> None:
+    net = wrap(Net(), world_size)
+    optimizer = torch.optim.Adafactor(net.parameters(), foreach=True)
+    word_loss(net, rank).backward()
+    assert "build it with foreach=False" in raised(optimizer.step, RuntimeError)
+    torch.optim.Adafactor(net.parameters()).step()

@@ -333,6 +333,9 @@ def test_any_number_of_workers_makes_the_same_tokens(
         tokenise.tokenise([str(tmp_path)], tmp_path / "two")
     with pytest.raises(DataError, match="train --data hf:NAME reads datasets"):
         tokenise.tokenise(["hf:x"], tmp_path / "three")
+    with pytest.raises(DataError, match="--column body has no effect on text files"):
+        tokenise.tokenise([str(tmp_path / "c.txt")], tmp_path / "four", column="body")
+    assert not (tmp_path / "four").exists()
 
 
 def test_caches_that_were_cleaned_or_damaged_are_made_again(

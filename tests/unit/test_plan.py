@@ -486,3 +486,11 @@ def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
         )
     assert sent["mxfp8_rowcol"] / sent["bf16"] < 0.52
     assert sent["mxfp8_2d"] / sent["bf16"] < 0.505
+
+
+@pytest.mark.parametrize("grain", [None, sw.ELEMENT])
+def test_weights_in_fp8_that_travel_as_bf16_are_counted(grain: Any) -> None:
+    blocks = sw.Precision(weights="fp8_block")
+    text = str(plan(nn.Linear(128, 384), {"dp": 2}, "zero3", precision=blocks, grain=grain))
+    row = r"in fp8, gathered as bf16 +1 +96.0 KiB[\s\S]*: a rank's shard cuts a block\."
+    assert bool(re.search(row, text)) == (grain is sw.ELEMENT), text

@@ -466,8 +466,22 @@ def test_wrong_words_get_one_line_that_says_what_to_type(
         assert cli.run(words.split()) == 2, words
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1, err
+    assert cli.run(["train", "smoke", "--steps", "10", "--warmup", "40", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "warning  learning rates rise for warmup=40 of steps=10 and reach 15 % of lr" in said
     for words in ("plan --strategy zero4", "train --strategy zero4"):
         with pytest.raises(SystemExit):
             cli.run(words.split())
         err = " ".join(capsys.readouterr().err.replace("│", "").split())
         assert "('zero0', 'zero1', 'zero2', 'zero3', 'hsdp', 'hfsdp')" in err, err
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_rates_that_never_come_near_what_was_asked_for_are_told(schedule: Any) -> None:
+    def told(**values: Any) -> str:
+        return TrainConfig(schedule=schedule, **values).unreached
+
+    assert not told() and not told(steps=10, warmup=0) and not told(steps=1000, decay=1.0)
+    assert not told(steps=10, warmup=10, decay=0.0), "the last step has the whole rate"
+    assert "rise for warmup=30 of steps=20" in told(steps=20, warmup=30)
+    assert bool(told(steps=12, warmup=10)) == (schedule == "wsd"), "the decay begins before"
