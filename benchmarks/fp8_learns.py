@@ -139,8 +139,6 @@ def main(arguments: Sequence[str]) -> None:
     name = options.name or f"fp8-learns-{options.recipe}"
     precisions = [BASE, *options.formats]
     shared = [options.recipe, "--strategy", options.strategy, *options.train]
-    if options.recipe == "default":  # 352 would be no multiple of 128: fp8_block stored no MLP
-        shared += ["--model.hidden-dim", "384"]
     shared += ["--sample", "0", "--profile-step", "0"]
     for flag in ("steps", "nproc"):
         if getattr(options, flag):

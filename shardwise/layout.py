@@ -102,6 +102,17 @@ class Item:
         return prod(self.shape)
 
     @cached_property
+    def step(self) -> int:
+        """Addresses that divide every row of blocks, where scales can lie: a block's elements, or
+        fewer where the last block of a row is partial."""
+        return self.side * gcd(self.side, self.shape[-1]) if self.side > 1 else 1
+
+    @cached_property
+    def room(self) -> int:
+        """Addresses up to where another parameter of blocks may start."""
+        return _round_up(self.numel, self.step)
+
+    @cached_property
     def grain_size(self) -> int:
         """Elements that stay together; the whole parameter where the grain is larger than it."""
         return min(self.grain.size(self.shape), self.numel)
@@ -257,22 +268,22 @@ def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
 # -- Planning. It sees (numel, grain) alone, and equal parameters are placed together: hundreds of
 # -- experts cost as much as one, and a repeated layer is found in the cache whatever its names.
 
-_Kind = tuple[int, int]  # (numel, grain)
+_Kind = tuple[int, int]  # (room, grain)
 
 
 def plan(items: Sequence[Item], num_shards: int) -> Layout:
     """Pack parameters into equal shards with little padding, alike on every rank.
 
     Where parameters are made of blocks and no grain cuts them, starts and shards are at multiples
-    of a block's elements, which are addresses that scales have too.
+    of every parameter's ``step``, which are addresses that scales have too.
     """
     if not items or num_shards < 1:
         raise ValueError(f"{len(items)} parameters over {num_shards} shards: need 1 or more each")
     kinds = _kinds(items)
-    unit = max(item.side for item in items) ** 2 // ALIGNMENT or 1  # it is planned in these
-    if any(numel % unit or grain % unit for numel, grain in kinds):
+    unit = min(item.step for item in items) // ALIGNMENT or 1  # it is planned in these
+    if any(room % unit or grain % unit for room, grain in kinds):
         unit = 1
-    units = tuple((numel // unit, grain // unit) for numel, grain in kinds)
+    units = tuple((room // unit, grain // unit) for room, grain in kinds)
     shard_size, starts = _plan(units, num_shards)
     return Layout(tuple(items), num_shards, shard_size * unit, tuple(unit * at for at in starts))
 
@@ -335,7 +346,10 @@ def cut_finer(items: Sequence[Item], num_shards: int) -> list[Item]:
 
 
 def _kinds(items: Sequence[Item]) -> tuple[_Kind, ...]:
-    return tuple((item.numel, item.grain_size) for item in items)
+    return tuple(
+        (item.room, item.grain_size if item.grain_size < item.numel else item.room)
+        for item in items
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

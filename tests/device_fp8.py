@@ -91,10 +91,11 @@ def any_number_of_tokens() -> None:
         check_quantised(torch.randn(tokens, 640).bfloat16(), "exact")
 
 
-def parts_quantised_side_by_side() -> None:
-    x = torch.randn(1000, 1408).bfloat16()
+def parts_quantised_side_by_side(*widths: int) -> None:
+    widths = widths or (640, 128, 640)
+    x = torch.randn(1000, sum(widths)).bfloat16()
     expected = fp8_block.quantise(x, True, 1, "exact")
-    parts = [part.to(DEVICE) for part in x.split([640, 128, 640], 1)]
+    parts = [part.to(DEVICE) for part in x.split(list(widths), 1)]
     for part, value in zip(fp8_block.quantise_beside(parts, True, "exact"), expected, strict=True):
         same(part, value, "side by side")
 
@@ -137,11 +138,15 @@ def norms_and_heads_become_codes_as_in_separate_passes() -> None:
 
 
 def weights_encoded() -> None:
+    check_encoded(512, 640)
+
+
+def check_encoded(rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(4)
     for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(512, 640, generator=generator) * 0.02
-        x[3, 5], x[200, 300] = float("nan"), float("inf")
-        x[128:256, 512:] = 0.0
+        x = torch.randn(rows, columns, generator=generator) * 0.02
+        x[3, 5], x[rows - 1, columns - 1] = float("nan"), float("inf")
+        x[128:256, -128:] = 0.0
         x = x.to(dtype)
         for rounding in ROUNDINGS:
             (plane,) = encode(x.to(DEVICE), (SQUARE_128,), rounding=rounding)
@@ -154,31 +159,45 @@ def weights_encoded() -> None:
 
 
 def many_weights_encoded_in_one_launch() -> None:
-    shapes = ((512, 640), (128, 128), (256, 1408), (1408, 256))
+    check_many_encoded(WIDE**2, (512, 640), (128, 128), (256, 1408), (1408, 256))
+
+
+def check_many_encoded(share: int, *shapes: tuple[int, int]) -> None:
     values = [torch.randn(shape) * 0.02 for shape in shapes]
     values[2][5, 7] = float("inf")
     for dtype in (torch.bfloat16, torch.float32):
         flat = torch.cat([value.view(-1).to(dtype) for value in values]).to(DEVICE)
         matrices, start = [], 0
         for number, value in enumerate(values):
-            into = start + number * WIDE**2  # a tile between neighbours stays as it is
-            matrices.append(kernels.Matrix(*value.shape, start, into))
+            # A tile between neighbours stays as it is.
+            into = (-(-start // WIDE**2) + number) * WIDE**2
+            matrices.append(kernels.Matrix(*value.shape, start, into, share=share))
             start += value.numel()
-        size = start + len(values) * WIDE**2
+        size = (start // WIDE**2 + 2 * len(values)) * WIDE**2
         codes = torch.full((size,), 7, dtype=torch.uint8, device=DEVICE)
-        scales = torch.full((size // WIDE**2,), 7.0, device=DEVICE)
+        scales = torch.full((size // share,), 7.0, device=DEVICE)
         tiles = kernels.list_tiles(matrices, DEVICE)
         kernels.encode(flat, codes, scales, tiles=tiles)
         untouched = torch.ones_like(codes, dtype=torch.bool)
         for value, matrix in zip(values, matrices, strict=True):
             expected, expected_scales = encode_reference(value.to(dtype), SQUARE_128)
-            into, number = matrix.into, matrix.into // WIDE**2
+            into, step = matrix.into, WIDE * matrix.columns // share
             found = codes[into : into + value.numel()].view(value.shape)
             same(found, expected, f"codes of {tuple(value.shape)} {dtype}")
-            mine = scales[number : number + expected_scales.numel()]
-            same(mine.view(expected_scales.shape), expected_scales, f"scales {dtype}")
+            mine = scales[into // share :].as_strided(expected_scales.shape, (step, 1))
+            same(mine, expected_scales, f"scales {dtype}")
             untouched[into : into + value.numel()] = False
         assert (codes[untouched] == 7).all()
+
+
+def partial_blocks_are_those_of_the_cpu() -> None:
+    for tokens, features in ((150, 208), (300, 592), (128, 144), (1, 320), (512, 2880)):
+        for rounding in ROUNDINGS:
+            check_quantised(torch.randn(tokens, features).bfloat16(), rounding)
+    for sides in ((192, 320), (144, 208), (320, 128), (256, 432), (2880, 1600)):
+        check_encoded(*sides)
+    check_many_encoded(2048, (192, 320), (256, 640), (144, 208), (1600, 2880), (320, 144))
+    parts_quantised_side_by_side(640, 128, 592)
 
 
 def more_elements_than_31_bits_count() -> None:
@@ -207,12 +226,15 @@ def off_by(found: Tensor, expected: Tensor) -> float:
 
 def products_are_those_of_the_decoded_operands() -> None:
     """All three, at sides whose scales cuBLAS reads as they are (multiples of 512), and others."""
-    problem = fp8_block.scaled_problem(DEVICE)
-    logger.info("products of hardware: %s", problem or "yes")
+    check_products(
+        (512, 512, 1024), (200, 640, 384), (128, 128, 128), (1000, 896, 2048), (4096, 2048, 5632)
+    )
+
+
+def check_products(*sizes: tuple[int, int, int]) -> None:
+    logger.info("products of hardware: %s", fp8_block.scaled_problem(DEVICE) or "yes")
     worst = 0.0
-    for tokens, columns, rows in (
-        (512, 512, 1024), (200, 640, 384), (128, 128, 128), (1000, 896, 2048), (4096, 2048, 5632),
-    ):  # fmt: skip
+    for tokens, columns, rows in sizes:
         x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
         grad = torch.randn(tokens, rows, device=DEVICE).bfloat16()
         weight = torch.randn(rows, columns, device=DEVICE).bfloat16() / 23
@@ -237,12 +259,24 @@ def products_are_those_of_the_decoded_operands() -> None:
     logger.info("products: off by %.1e of the norm at most", worst)
 
 
+def layers_with_partial_blocks_are_those_of_the_cpu() -> None:
+    check_products(
+        (512, 192, 320), (200, 320, 144), (1000, 464, 2048), (300, 512, 208), (4096, 2880, 1600)
+    )
+    for sides in ((192, 320), (320, 144), (256, 208), (1600, 640)):
+        check_layer(*sides)
+
+
 def a_linear_layer_is_that_of_the_cpu() -> None:
+    check_layer(1024, 640)
+
+
+def check_layer(rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(1024, 640, generator=generator) / 23
-    bias = torch.randn(1024, generator=generator).bfloat16()
-    x = torch.randn(3, 100, 640, generator=generator).bfloat16()
-    grad = torch.randn(3, 100, 1024, generator=generator).bfloat16()
+    weight = torch.randn(rows, columns, generator=generator) / 23
+    bias = torch.randn(rows, generator=generator).bfloat16()
+    x = torch.randn(3, 100, columns, generator=generator).bfloat16()
+    grad = torch.randn(3, 100, rows, generator=generator).bfloat16()
     for recipe in (Recipe("exact", "fp8"), Recipe("rceil", "fp8"), Recipe("exact", "bf16")):
         results = []
         for device in (torch.device("cpu"), DEVICE):
@@ -337,8 +371,10 @@ def gradients_of_experts_are_those_of_the_cpu() -> None:
 # ------------------------------------------------------------------------ models, on real streams
 
 
-def trained(mesh: Any, placements: Any, steps: int, **options: Any) -> dict[str, Tensor]:
-    model = helpers.make(True, "fp8_block")
+def trained(
+    mesh: Any, placements: Any, steps: int, width: int, **options: Any
+) -> dict[str, Tensor]:
+    model = helpers.make(True, "fp8_block", width=width)
     precision = helpers.precision_of(True, "fp8_block")
     if placements == "data_parallel":
         model = sw.data_parallel(model, mesh=mesh, precision=precision)
@@ -360,24 +396,32 @@ def trained(mesh: Any, placements: Any, steps: int, **options: Any) -> dict[str,
 
 
 def training_is_that_of_weights_quantised_at_use() -> None:
+    check_training(128)
+
+
+def training_in_partial_blocks_is_that_of_weights_quantised_at_use() -> None:
+    check_training(144)
+
+
+def check_training(width: int) -> None:
     with one_rank(DEVICE) as mesh:
         for placements in (sw.zero(1), sw.zero(3), "data_parallel"):
             with helpers.off_in_the_same_groups():
-                expected = trained(mesh, placements, helpers.STEPS)
+                expected = trained(mesh, placements, helpers.STEPS, width)
             first, last = expected["loss 0.0"], expected[f"loss {helpers.STEPS - 1}.0"]
             assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
             memories: tuple[dict[str, Any], ...] = ({}, {"memory": "trace"})
             for options in memories[: 1 if placements == "data_parallel" else 2]:
-                found = trained(mesh, placements, helpers.STEPS, **options)
+                found = trained(mesh, placements, helpers.STEPS, width, **options)
                 helpers.assert_same_bits(found, expected, f"{placements} {options}")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(256)
-        self.gate, self.up = (nn.Linear(256, 512, bias=False) for _ in range(2))
-        self.down = nn.Linear(512, 256)
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -385,13 +429,23 @@ class Block(nn.Module):
 
 
 def compiled_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
+    check_compiled(256, 512)
+
+
+def compiled_partial_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
+    check_compiled(208, 592)
+    check_compiled(256, 448)  # codes of gate and up follow one another, their blocks do not
+
+
+def check_compiled(width: int, hidden: int) -> None:
     with one_rank(DEVICE) as mesh:
         for weight_gradient in ("fp8", "bf16"):
             losses = []
             for compiled in (False, True):
                 torch._dynamo.reset()
                 torch.manual_seed(0)
-                model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 17))
+                blocks = [Block(width, hidden) for _ in range(4)]
+                model = nn.Sequential(*blocks, nn.Linear(width, 17))
                 precision = sw.Precision(
                     weights="fp8_block", reduce="fp32", weight_gradient=weight_gradient
                 )
@@ -404,7 +458,7 @@ def compiled_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
                 seen = []
                 for _ in range(12):
                     generator = torch.Generator(device=DEVICE).manual_seed(7)
-                    x = torch.randn(4, 96, 256, device=DEVICE, generator=generator)
+                    x = torch.randn(4, 96, width, device=DEVICE, generator=generator)
                     y = torch.randint(17, (4 * 96,), device=DEVICE, generator=generator)
                     loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y)
                     loss.backward()
@@ -426,13 +480,17 @@ CHECKS: tuple[Callable[[], None], ...] = (
     norms_and_heads_become_codes_as_in_separate_passes,
     weights_encoded,
     many_weights_encoded_in_one_launch,
+    partial_blocks_are_those_of_the_cpu,
     products_are_those_of_the_decoded_operands,
     a_linear_layer_is_that_of_the_cpu,
+    layers_with_partial_blocks_are_those_of_the_cpu,
     experts_multiply_as_on_the_cpu,
     activations_become_codes_as_in_separate_passes,
     gradients_of_experts_are_those_of_the_cpu,
     training_is_that_of_weights_quantised_at_use,
+    training_in_partial_blocks_is_that_of_weights_quantised_at_use,
     compiled_blocks_are_one_graph_and_learn_as_eager_ones,
+    compiled_partial_blocks_are_one_graph_and_learn_as_eager_ones,
     more_elements_than_31_bits_count,
 )
 

@@ -13,6 +13,8 @@ sums over tokens, reads turned codes. A tile is held in registers, two neighbour
 word of 32 bits, and four tokens in one thread: their codes are one word that is turned.
 
 The bits are those of ``precision/fp8.py``. Tokens past the last fill up the last tile as zeros.
+Features and sides of weights are multiples of 16; where some are none of 128, the last tiles are
+partial (``ragged``).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -57,21 +59,29 @@ def block_scale(largest, rceil: tl.constexpr, native: tl.constexpr = False):
 
 
 @triton.jit
-def _load_words(ptr, token, stride, tokens, even: tl.constexpr):
-    place, inside = token * stride + tl.arange(0, 64)[None, :], None if even else token < tokens
-    return tl.load(ptr + place, mask=inside, other=None if even else 0)
+def _load_words(ptr, token, stride, tokens, pairs, even: tl.constexpr, ragged: tl.constexpr):
+    pair = tl.arange(0, 64)[None, :]
+    ptr += token * stride + pair
+    if ragged:
+        words = tl.load(ptr, mask=(token < tokens) & (pair < pairs), other=0)
+    elif even:
+        words = tl.load(ptr)
+    else:
+        words = tl.load(ptr, mask=token < tokens, other=0)
+    return words
 
 
 @triton.jit
-def load_tile(ptr, stride, tokens, even: tl.constexpr):
+def load_tile(ptr, stride, tokens, even: tl.constexpr, pairs=64, ragged: tl.constexpr = False):
     """Words [32, 64], of two neighbours in bf16 each, of the tokens 0, 4, 8, ... of a tile, of
-    1, 5, 9, ..., and so on; zeros past the last of ``tokens``. Rows lie ``stride`` words apart."""
+    1, 5, 9, ..., and so on; zeros past the last of ``tokens``, and where tiles are ``ragged`` past
+    the last of ``pairs``. Rows lie ``stride`` words apart."""
     token = 4 * tl.arange(0, 32)[:, None]
     return (
-        _load_words(ptr, token, stride, tokens, even),
-        _load_words(ptr, token + 1, stride, tokens, even),
-        _load_words(ptr, token + 2, stride, tokens, even),
-        _load_words(ptr, token + 3, stride, tokens, even),
+        _load_words(ptr, token, stride, tokens, pairs, even, ragged),
+        _load_words(ptr, token + 1, stride, tokens, pairs, even, ragged),
+        _load_words(ptr, token + 2, stride, tokens, pairs, even, ragged),
+        _load_words(ptr, token + 3, stride, tokens, pairs, even, ragged),
     )
 
 
@@ -124,16 +134,18 @@ def _two(first, second, native: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(a, b, ptr, place, step, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
+def _write_rows(
+    a, b, ptr, place, step, inside, scales_ptr, rceil: tl.constexpr, native: tl.constexpr
+):  # fmt: skip
     """Write codes and scales of two rows; returns their largest magnitudes as one word, for half
     the steps between threads."""
     even, odd = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
     largest = _largest(_larger(even, odd, native), 1, native)
     scale, inverse = block_scale((largest << 16) & 0x7FFF0000, rceil, native)
-    tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native))
+    tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native), mask=inside)
     tl.store(scales_ptr, scale)
     scale, inverse = block_scale(largest & 0x7FFF0000, rceil, native)
-    tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native))
+    tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native), mask=inside)
     tl.store(scales_ptr + 1, scale)
     return largest
 
@@ -149,19 +161,21 @@ def _turned(a, b, c, d, inverse, native: tl.constexpr):
 def write_tile(
     a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, total,
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr,
+    native: tl.constexpr, pairs=64, ragged: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the planes that are wanted of a tile in words, as :func:`load_tile` returns them."""
+    """Write the planes that are wanted of a tile in words, as :func:`load_tile` returns them; where
+    tiles are ``ragged``, of so many ``pairs`` of features."""
     quad, pair = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
+    inside = pair < pairs if ragged else None
     if rows:
         # 64 bits where the tile begins, 32 inside it: half the registers for addresses.
         codes_ptr += band.to(tl.int64) * 64 * total + strip * 64
         scales_ptr += strip.to(tl.int64) * padded + band * 128 + 4 * quad
         step = total // 2
         place = 4 * quad * step + pair
-        left = _write_rows(a, b, codes_ptr, place, step, scales_ptr, rceil, native)
+        left = _write_rows(a, b, codes_ptr, place, step, inside, scales_ptr, rceil, native)
         place += 2 * step
-        right = _write_rows(c, d, codes_ptr, place, step, scales_ptr + 2, rceil, native)
+        right = _write_rows(c, d, codes_ptr, place, step, inside, scales_ptr + 2, rceil, native)
     if columns:
         quarter = padded // 4
         turned_ptr += strip.to(tl.int64) * 128 * quarter + band * 32
@@ -177,13 +191,15 @@ def write_tile(
             words = _largest(words, 0, native)
             turned_scales_ptr += band.to(tl.int64) * total + strip * 128 + 2 * pair
             scale, first = block_scale((words << 16) & 0x7FFF0000, rceil, native)
-            tl.store(turned_scales_ptr, scale)
+            tl.store(turned_scales_ptr, scale, mask=inside)
             scale, second = block_scale(words & 0x7FFF0000, rceil, native)
-            tl.store(turned_scales_ptr + 1, scale)
+            tl.store(turned_scales_ptr + 1, scale, mask=inside)
         at = tl.trans(2 * pair * quarter) + tl.trans(quad)
-        tl.store(turned_ptr + at, _turned(low(a), low(b), low(c), low(d), first, native))
+        inside = tl.trans(pair) < pairs if ragged else None
+        even = _turned(low(a), low(b), low(c), low(d), first, native)
+        tl.store(turned_ptr + at, even, mask=inside)
         odd = _turned(high(a), high(b), high(c), high(d), second, native)
-        tl.store(turned_ptr + quarter + at, odd)
+        tl.store(turned_ptr + quarter + at, odd, mask=inside)
 
 
 @triton.jit
@@ -191,9 +207,9 @@ def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features, total,
     stride, of_batch, of_head, bands, wide, rows: tl.constexpr, columns: tl.constexpr,
     square: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr, even: tl.constexpr,
-    alone: tl.constexpr, heads: tl.constexpr,
+    alone: tl.constexpr, heads: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
-    strips = features // 128
+    strips = tl.cdiv(features, 128)
     if alone:
         total = features
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
@@ -203,10 +219,11 @@ def _quantise_kernel(
     else:
         stride = features // 2
         x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
-    a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even)
+    pairs = features // 2 - strip * 64
+    a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even, pairs, ragged)
     write_tile(
         a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
-        total, rows, columns, square, rceil, native,
+        total, rows, columns, square, rceil, native, pairs, ragged,
     )  # fmt: skip
 
 
@@ -226,25 +243,31 @@ def to_words(first, second, native: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, largest_ptr, tiles_ptr, count, columns, listed: tl.constexpr,
-    measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, largest_ptr, tiles_ptr, count, rows, columns, stride,
+    listed: tl.constexpr, measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr,
+    rceil: tl.constexpr, native: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
     """``measures``: write the largest magnitude of each tile, no codes; ``shared``: read it.
     Two neighbours of a row are read at once, and their codes written."""
     tile = tl.program_id(0)
     one = tl.zeros([1, 1], tl.int32)  # a scalar of a reduction is not stored alike by every Triton
     if listed:  # tiles of many matrices: see ``list_tiles``
-        start = tl.multiple_of(tl.load(tiles_ptr + tile), 128)
-        into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 128)
+        start = tl.multiple_of(tl.load(tiles_ptr + tile), 64)
+        into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 64)
         number = tl.load(tiles_ptr + 2 * count + tile)
-        columns = tl.multiple_of(tl.load(tiles_ptr + 3 * count + tile).to(tl.int32), 128)
+        columns = tl.multiple_of(tl.load(tiles_ptr + 3 * count + tile).to(tl.int32), 16)
+        rows = tl.load(tiles_ptr + 4 * count + tile).to(tl.int32)
+        pairs = tl.load(tiles_ptr + 5 * count + tile).to(tl.int32) // 2
     else:
-        strips = columns // 128
-        start = (tile // strips).to(tl.int64) * 128 * columns + tile % strips * 128
-        into, number = start, tile
-    place = tl.arange(0, 128)[:, None] * (columns // 2) + tl.arange(0, 64)[None, :]
-    words = tl.load(x_ptr + start // 2 + place)
+        strips = tl.cdiv(columns, 128)
+        band, strip = tile // strips, tile % strips
+        start = band.to(tl.int64) * 128 * columns + strip * 128
+        into, number = start, band * stride + strip
+        rows, pairs = rows - band * 128, columns // 2 - strip * 64
+    line, pair = tl.arange(0, 128)[:, None], tl.arange(0, 64)[None, :]
+    place = line * (columns // 2) + pair
+    inside = (line < rows) & (pair < pairs) if ragged else None
+    words = tl.load(x_ptr + start // 2 + place, mask=inside, other=0 if ragged else None)
     if wide:
         first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
         first, second = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
@@ -258,26 +281,30 @@ def _encode_kernel(
         tl.store(largest_ptr + tile + one, largest)
     else:
         scale, inverse = block_scale(largest, rceil, native)
-        tl.store(
-            codes_ptr + into // 2 + place, _two(low(words) * inverse, high(words) * inverse, native)
-        )
+        codes = _two(low(words) * inverse, high(words) * inverse, native)
+        tl.store(codes_ptr + into // 2 + place, codes, mask=inside)
         tl.store(scales_ptr + number + one, scale)
 
 
 @triton.jit
-def _turn_kernel(codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns):
-    strips = columns // 128
+def _turn_kernel(
+    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns, stride, ragged: tl.constexpr
+):  # fmt: skip
+    strips = tl.cdiv(columns, 128)
     matrix = tl.program_id(1).to(tl.int64) * rows * columns
     codes_ptr, out_ptr = codes_ptr + matrix, out_ptr + matrix
     scales_ptr, out_scales_ptr = scales_ptr + matrix // 16384, out_scales_ptr + matrix // 16384
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     line, lane = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
-    tile = tl.load(
-        codes_ptr + band.to(tl.int64) * 128 * columns + strip * 128 + line * columns + lane
-    )
+    left, right = rows - band * 128, columns - strip * 128
+    inside = (line < left) & (lane < right) if ragged else None
+    place = band.to(tl.int64) * 128 * columns + strip * 128 + line * columns + lane
+    tile = tl.load(codes_ptr + place, mask=inside)
     start = strip.to(tl.int64) * 128 * rows + band * 128
-    tl.store(out_ptr + start + line * rows + lane, tl.trans(tile))
-    tl.store(out_scales_ptr + strip * (rows // 128) + band, tl.load(scales_ptr + tl.program_id(0)))
+    inside = (line < right) & (lane < left) if ragged else None
+    tl.store(out_ptr + start + line * rows + lane, tl.trans(tile), mask=inside)
+    scale = tl.load(scales_ptr + band * stride + strip)
+    tl.store(out_scales_ptr + strip * tl.cdiv(rows, 128) + band, scale)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -285,7 +312,7 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128; or heads
+    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 16; or heads
     planes: tuple[Tensor, Tensor] | None,  # uint8 [padded, features], fp32 [features / 128, padded]
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
@@ -314,11 +341,12 @@ def quantise(
         total = planes[0].stride(0) if planes else turned[1].stride(0)  # type: ignore[index]
     # Warps: measured on an H200 with 4, 8 and 16, and with fewer registers, which takes longer.
     run(
-        _quantise_kernel, (padded // WIDE * (features // WIDE),),
+        _quantise_kernel, (padded // WIDE * triton.cdiv(features, WIDE),),
         x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features, total,
         *places, rows=planes is not None, columns=turned is not None, square=square,
-        rceil=rounding == "rceil", native=casts_natively(x.device),
-        even=tokens == padded, alone=total == features, heads=heads, num_warps=8 if square else 4,
+        rceil=rounding == "rceil", native=casts_natively(x.device), even=tokens == padded,
+        alone=total == features, heads=heads, ragged=features % WIDE > 0,
+        num_warps=8 if square else 4,
     )  # fmt: skip
 
 
@@ -328,14 +356,15 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     start: int
-    into: int  # a multiple of 128 x 128: the scales of a matrix begin at ``into / 128 / 128``
+    into: int  # a multiple of ``share``
     shared: bool = False  # whether all its blocks have one scale
+    share: int = WIDE**2  # codes for each scale: those of code ``a`` begin at ``a / share``
 
     def cut(self, count: int) -> list[Matrix]:
         """The ``count`` equal matrices, one below another, that this is, each with one scale."""
         rows, size = self.rows // count, self.rows // count * self.columns
         return [
-            Matrix(rows, self.columns, self.start + at, self.into + at, True)
+            self._replace(rows=rows, start=self.start + at, into=self.into + at, shared=True)
             for at in range(0, count * size, size)
         ]
 
@@ -343,36 +372,49 @@ class Matrix(NamedTuple):
 class Tiles(NamedTuple):
     """The tiles of many matrices, for one launch."""
 
-    entries: Tensor  # int64 [4, n]: the first value of a tile, its first code, its scale, columns
+    # int64 [6, n]: the first value of a tile, its first code, its scale, the columns of its matrix,
+    # and the rows and columns from the tile on.
+    entries: Tensor
     owners: Tensor | None  # int64 [n]: tiles of one number share a scale; None: each has its own
+    ragged: bool  # whether some tiles are partial
 
 
 def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
     found, owners, first = [], [], 0
-    for rows, columns, start, into, shared in matrices:
-        bands, strips = rows // WIDE, columns // WIDE
+    for rows, columns, start, into, shared, share in matrices:
+        bands, strips = -(-rows // WIDE), -(-columns // WIDE)
         number = torch.arange(bands * strips)
-        inside = number // strips * WIDE * columns + number % strips * WIDE
+        band, strip = number // strips, number % strips
+        inside = (band * columns + strip) * WIDE
+        scale = (into + band * WIDE * columns) // share + strip
+        left = rows - band * WIDE, columns - strip * WIDE
         wide = torch.full_like(number, columns)
-        found.append(torch.stack([start + inside, into + inside, into // WIDE**2 + number, wide]))
+        found.append(torch.stack([start + inside, into + inside, scale, wide, *left]))
         owners.append(first + (torch.zeros_like(number) if shared else number))
         first += bands * strips
     some = any(matrix.shared for matrix in matrices)
-    return Tiles(torch.cat(found, 1).to(device), torch.cat(owners).to(device) if some else None)
+    return Tiles(
+        torch.cat(found, 1).to(device),
+        torch.cat(owners).to(device) if some else None,
+        any(matrix.rows % WIDE or matrix.columns % WIDE for matrix in matrices),
+    )
 
 
 def encode(
-    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 128
+    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 16
     codes: Tensor,  # uint8 [rows, columns]
-    scales: Tensor,  # fp32 [rows / 128, columns / 128]
+    scales: Tensor,  # fp32 [rows / 128, columns / 128], rounded up; rows may lie apart
     *,
     tiles: Tiles | None = None,
     rounding: str = "exact",
 ) -> None:
     """Encode one matrix, or ``tiles`` of many that lie in flat tensors."""
-    columns, count = WIDE, 0 if tiles is None else tiles.entries.shape[1]
     if tiles is None:
-        columns, count = x.shape[1], x.numel() // WIDE**2
+        (rows, columns), stride, count = x.shape, scales.stride(0), scales.numel()
+        ragged = bool(rows % WIDE or columns % WIDE)
+    else:
+        rows = columns = stride = WIDE  # each tile has its own
+        count, ragged = tiles.entries.shape[1], tiles.ragged
     if not count:
         return
     owners = None if tiles is None else tiles.owners
@@ -381,10 +423,10 @@ def encode(
         run(
             _encode_kernel, (count,),
             _pairs(x), codes.view(torch.int16), scales, largest,
-            x if tiles is None else tiles.entries, count, columns, listed=tiles is not None,
-            measures=measures, shared=owners is not None and not measures,
-            wide=x.dtype == torch.float32, rceil=rounding == "rceil",
-            native=casts_natively(x.device), num_warps=16,
+            x if tiles is None else tiles.entries, count, rows, columns, stride,
+            listed=tiles is not None, measures=measures,
+            shared=owners is not None and not measures, wide=x.dtype == torch.float32,
+            rceil=rounding == "rceil", native=casts_natively(x.device), ragged=ragged, num_warps=16,
         )  # fmt: skip
         if measures and owners is not None:
             every = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
@@ -392,14 +434,17 @@ def encode(
 
 
 def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposes of uint8 [..., rows, columns], both multiples of 128, and of the scales of its
-    blocks, as memory of their own."""
+    """The transposes of uint8 [..., rows, columns], and of the scales of its blocks, as memory of
+    their own; of many matrices both sides are multiples of 128."""
     *many, rows, columns = codes.shape
     out, out_scales = (
         each.new_empty(*many, *each.shape[-1:], *each.shape[-2:-1]) for each in (codes, scales)
     )
-    grid = (rows // WIDE * (columns // WIDE), math.prod(many))
-    run(_turn_kernel, grid, codes, scales, out, out_scales, rows, columns, num_warps=8)
+    grid = (scales.shape[-2] * scales.shape[-1], math.prod(many))
+    run(
+        _turn_kernel, grid, codes, scales, out, out_scales, rows, columns, scales.stride(-2),
+        ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
+    )  # fmt: skip
     return out, out_scales
 
 

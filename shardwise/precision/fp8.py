@@ -17,6 +17,9 @@ Values are rounded to bf16 before they are encoded, whatever their dtype: a shar
 from fp32 then equals the same rows encoded after they were sent as bf16. A row plane and a column
 plane are two roundings of one value; neither can be made from the other.
 
+The last blocks of 128 of a row or column may be partial: [320, 200] has 3 by 2 scales, each made
+for the elements that exist.
+
 The rules, where the standard leaves a choice:
 
 - **scale**: of blocks of 128, the largest magnitude / 448 (``"exact"``; a magnitude below 2^-100
@@ -44,6 +47,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.kernels import has_triton
@@ -56,6 +60,7 @@ ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 SQUARE: Block = (SIDE, SIDE)
 WIDE = 128  # of blocks with fp32 scales
+EVEN = 16  # sides of matrices in blocks of 128 are multiples: hardware multiplies no others
 ROW_128: Block = (1, WIDE)
 SQUARE_128: Block = (WIDE, WIDE)
 # The dtype of each block's scales: the byte of a power of two, or a number.
@@ -75,10 +80,10 @@ class FP8Error(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """One encoding of a matrix; both tensors are contiguous, possibly views of a buffer."""
+    """One encoding of a matrix; both tensors are views of a buffer, possibly."""
 
     codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows / block[0], columns / block[1]]
+    scales: Tensor  # [rows / block[0], columns / block[1]], rounded up; rows may lie apart
     block: Block
 
     def __post_init__(self) -> None:
@@ -104,8 +109,11 @@ class Plane:
             problems.append(f"codes on {self.codes.device}, scales on {self.scales.device}")
         problems += [
             f"{name} are not contiguous: planes are read and sent as flat memory"
-            for name, tensor in (("codes", self.codes), ("scales", self.scales))
-            if not tensor.is_contiguous()
+            for name, there in (
+                ("codes", self.codes.is_contiguous()),
+                ("scales", self.scales.stride(-1) == 1 or self.scales.shape[-1] < 2),
+            )
+            if not there
         ]
         if problems:
             raise FP8Error("; ".join(problems))
@@ -129,19 +137,25 @@ def right_side(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_of(blocks: Sequence[Block]) -> int:
-    """The number that both sides of a matrix in these blocks are multiples of."""
+    """The longer side of the largest block."""
     return max(map(max, blocks))
+
+
+def step_of(blocks: Sequence[Block]) -> int:
+    """The number that both sides of a matrix in these blocks are multiples of."""
+    side = side_of(blocks)
+    return EVEN if side == WIDE else side
 
 
 def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (SQUARE,)) -> list[str]:
     """Reasons why a tensor of this shape can't be stored in these blocks. Zero rows can."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
-    side = side_of(blocks)
+    step = step_of(blocks)
     return [
-        f"shape {tuple(shape)}: {size} {name} do not divide into blocks of {side}"
+        f"shape {tuple(shape)}: {size} {name} are no multiple of {step}"
         for name, size in zip(("rows", "columns"), shape, strict=True)
-        if size % side
+        if size % step
     ]
 
 
@@ -151,8 +165,24 @@ def block_problems(blocks: Sequence[Block]) -> list[str]:
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
+    """The number of blocks in each direction; the last may be partial."""
     rows, columns = shape
-    return rows // block[0], columns // block[1]
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def in_blocks(x: Tensor, block: Block) -> Tensor:
+    """x [rows, columns] as [blocks, rows, blocks, columns], padded with zeros to whole blocks."""
+    (rows, columns), (high, wide) = x.shape, block
+    if rows % high or columns % wide:
+        x = F.pad(x, (0, -columns % wide, 0, -rows % high))
+    return x.view(x.shape[0] // high, high, x.shape[1] // wide, wide)
+
+
+def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """The matrix [rows, columns] of :func:`in_blocks`, contiguous."""
+    bands, high, strips, wide = blocks.shape
+    whole = blocks.reshape(bands * high, strips * wide)
+    return whole[: shape[0], : shape[1]].contiguous()
 
 
 def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
@@ -186,9 +216,7 @@ def encode_reference(
     number of matrices, one below another, of which each has one scale for all its blocks."""
     rounding = rounding or rounding_of([block])
     kind = SCALES.get(block, torch.float32)  # of whole rows, or whole matrices
-    rows, columns = x.shape
-    high, wide = block
-    values = x.to(torch.bfloat16).contiguous().view(rows // high, high, columns // wide, wide)
+    values = in_blocks(x.to(torch.bfloat16).contiguous(), block)
     magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
     if sharing:
         every = magnitudes.view(sharing, -1)
@@ -204,21 +232,19 @@ def encode_reference(
         scales = powers(scales) if kind is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return codes.view(rows, columns), scales.view(scale_shape(x.shape, block)).to(kind)
+    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(kind)
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """The values by definition, rounded to ``dtype`` (of powers of two exact in bf16); kernels give
     the same."""
-    rows, columns = codes.shape
-    high, wide = block
     # A table lookup is four times as fast as torch's cast on a CPU.
     every = torch.arange(256, dtype=torch.uint8, device=codes.device)
     table = every.view(torch.float8_e4m3fn).float()
-    values = torch.index_select(table, 0, codes.reshape(-1).int())
-    blocks = values.view(rows // high, high, columns // wide, wide)
+    values = torch.index_select(table, 0, codes.reshape(-1).int()).view(codes.shape)
     factors = powers(scales) if scales.dtype == torch.uint8 else scales
-    return (blocks * factors[:, None, :, None]).to(dtype).view(rows, columns)
+    values = (in_blocks(values, block) * factors[:, None, :, None]).to(dtype)
+    return from_blocks(values, codes.shape)
 
 
 # ----------------------------------------------------------------------------------- the two verbs
@@ -266,7 +292,8 @@ def encode(
         problems.append(f"rounding 'exact' in blocks {bytes_[0]}: their scales are powers of two")
     if len(set(blocks)) != len(blocks):
         problems.append(f"blocks {tuple(blocks)}: each at most once")
-    if sharing and (tuple(blocks) != (SQUARE_128,) or x.shape[0] % (sharing * WIDE)):
+    partial = bool(x.shape[0] % (sharing * WIDE or 1) or x.shape[1] % WIDE)
+    if sharing and (tuple(blocks) != (SQUARE_128,) or partial):
         problems.append(f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} share")
     if problems:
         raise FP8Error("; ".join(problems))

@@ -12,7 +12,8 @@ Of the operands of a product the left one is in blocks of 1x128, along what is s
 right one in blocks of 128x128: weights, and x where it meets dy, because Hopper is faster at that
 than at 1x128 by 1x128. It multiplies them (``torch._scaled_mm``, cuBLAS 12.9 and later), and sums a
 block of 128 in its own precision, about 14 bits. Elsewhere the operands are decoded and multiplied
-in fp32: the same numbers but for that sum.
+in fp32: the same numbers but for that sum. In and out are multiples of 16, and the last blocks
+along them may be partial; tokens are padded with zeros to whole blocks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def empty(x: Tensor, rows: bool, turned: int, features: int = 0) -> Quantised:
     """Memory for the planes of x [tokens, features] that are wanted; the others have no element.
     ``features``: where they are others than those of x."""
     tokens, features = padded(x.shape[0]), features or x.shape[1]
-    strips, bands = features // WIDE, tokens // WIDE
+    strips, bands = -(-features // WIDE), tokens // WIDE
     codes = scales = others = other_scales = (0, 0)
     if rows:
         codes, scales = (tokens, features), (strips, tokens)
@@ -147,7 +148,8 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
 
 
 def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> Quantised:
-    """:func:`quantise` of the parts [tokens, features] of one x, side by side, turned in 1x128."""
+    """:func:`quantise` of the parts [tokens, features] of one x, side by side, turned in 1x128. All
+    but the last are whole blocks."""
     first, *others = parts
     if not others:
         return quantise(first, rows, 1, rounding)
@@ -162,7 +164,7 @@ def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> 
         wide = part.shape[1]
         planes = None
         if rows:
-            planes = codes.narrow(1, low, wide), scales.narrow(0, low // WIDE, wide // WIDE)
+            planes = codes.narrow(1, low, wide), scales.narrow(0, low // WIDE, -(-wide // WIDE))
         fp8_block.quantise(
             part.to(torch.bfloat16).contiguous(),
             planes,
@@ -292,7 +294,7 @@ def scaled_by_blocks(
 ) -> Tensor:
     """[tokens, k] times [k, n] of :func:`right_side`."""
     left, count = left.view(torch.float8_e4m3fn), len(right_scales)
-    if not count % 4:
+    if not count % 4 and right_scales.t().is_contiguous():
         return torch._scaled_mm(
             left, right, scale_a=left_scales.t(), scale_b=right_scales, out_dtype=dtype
         )

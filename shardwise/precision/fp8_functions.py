@@ -295,9 +295,8 @@ def products(
         parts = [fp8_block.multiply(codes, scales, plane, phase, dtype) for plane in planes]
         return torch.cat(parts, 1)
     sizes = [len(plane.codes) for plane in planes]
-    split = zip(
-        codes.split(sizes, 1), scales.split([size // WIDE for size in sizes]), planes, strict=True
-    )
+    blocks = [len(plane.scales) for plane in planes]
+    split = zip(codes.split(sizes, 1), scales.split(blocks), planes, strict=True)
     return sum(  # type: ignore[return-value]
         fp8_block.multiply(part.contiguous(), theirs, plane, phase, dtype)
         for part, theirs, plane in split

@@ -12,7 +12,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from shardwise.precision.fp8 import FP8Error, Rounding, rounding_of, shape_problems, side_of
+from shardwise.precision.fp8 import (
+    FP8Error,
+    Rounding,
+    rounding_of,
+    shape_problems,
+    side_of,
+    step_of,
+)
 from shardwise.precision.fp8_functions import DECODED, Recipe
 from shardwise.precision.fp8_tensor import FORMATS, LOOKUPS, Format, Matrices
 
@@ -78,7 +85,8 @@ class Precision:
             where both sides are multiples of 32, and compute in bf16. ``"mxfp8_rowcol"`` has a
             second plane of 32x1 blocks for backward: what hardware with MXFP8 products reads, and
             what ``products="native"`` makes of ``"mxfp8"``. ``"fp8_block"`` (one plane of 128x128
-            blocks with fp32 scales, sides that are multiples of 128) multiplies in fp8 too.
+            blocks with fp32 scales; sides of 128 or more that are multiples of 16, of experts
+            multiples of 128) multiplies in fp8 too.
             Embeddings are stored so where ``include`` names them, and with ``"fp8_block"`` output
             heads; all other weights stay bf16. ``sw.precision_report(model)`` lists the choice and
             its reasons.
@@ -280,8 +288,7 @@ def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]
     more = f", and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     return [
         f"nothing would be stored in {format} ({'; '.join(reasons[:4])}{more}): both sides of a "
-        f"weight are multiples of {side_of(FORMATS[format])}. Change them or the patterns, or "
-        f"train with weights='bf16'"
+        f"weight are {sides_in(format)}. Change them or the patterns, or train with weights='bf16'"
     ]
 
 
@@ -317,7 +324,20 @@ def ineligible(
         return f"{HEAD}; include={(*wanted, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
-    return "; ".join(shape_problems(shape[-2:] if stack else shape, FORMATS[format])) or None
+    sides, blocks = shape[-2:] if stack else shape, FORMATS[format]
+    side = side_of(blocks)
+    problems = shape_problems(sides, blocks)
+    if not problems and min(sides) < side:
+        problems = [f"shape {tuple(shape)}: a side of {min(sides)} is less than a block of {side}"]
+    if not problems and stack and any(size % side for size in sides):
+        problems = [f"shape {tuple(shape)}: experts have no partial blocks of {side}"]
+    return "; ".join(problems) or None
+
+
+def sides_in(format: Matrices) -> str:
+    """The sides that linear layers' weights have in a format, in words."""
+    step, side = step_of(FORMATS[format]), side_of(FORMATS[format])
+    return f"multiples of {step}" + (f", {side} or more" if step < side else "")
 
 
 def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:

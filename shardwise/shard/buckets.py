@@ -329,7 +329,11 @@ def _built(
 def _bucket_of(items: Sequence[Item], rows: Sequence[_Row], num_shards: int) -> Bucket:
     """The bucket of rows, one after the other: member j of a row on shard j, or, if it is cut in
     ``parts``, on as many shards from ``parts * j`` on."""
-    lengths = [_aligned(tensor_fraction(k.parts).size(items[row[0]].shape)) for k, row in rows]
+    firsts = [(kind, items[row[0]]) for kind, row in rows]
+    lengths = [
+        _aligned(tensor_fraction(kind.parts).size(item.shape) if kind.parts > 1 else item.room)
+        for kind, item in firsts
+    ]
     size, offset = sum(lengths), 0
     placed: dict[int, tuple[Item, int]] = {}
     for (kind, row), length in zip(rows, lengths, strict=True):
@@ -396,7 +400,7 @@ def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bu
         return bucket  # stacks span several shards: their costs are as balanced as their bytes
     starts, end = {}, num_shards * size
     for index in bucket.members[len(matrices) :]:
-        end -= _aligned(items[index].numel)
+        end -= _aligned(items[index].room)
         starts[index] = end
     free = [min(size, end - shard * size) for shard in range(num_shards)]
     # The least loaded shard first, of these the emptiest.
@@ -410,7 +414,7 @@ def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bu
             return bucket
         load, _, shard = heapq.heappop(heap)
         starts[index] = min((shard + 1) * size, end) - free[shard]
-        free[shard] -= _aligned(items[index].numel)
+        free[shard] -= _aligned(items[index].room)
         for entry in (*full, (load + costs[index], -free[shard], shard)):
             if -entry[1] >= least:
                 heapq.heappush(heap, entry)

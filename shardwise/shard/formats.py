@@ -11,6 +11,10 @@
     shard 0  main |w rows 0-40  |   --cast-->  bf16 |w 0-40  |   --all-gather-->  encode everywhere
     shard 1  main |w rows 41-127|   --cast-->  bf16 |w 41-127|
 
+Scales lie behind the codes, that of a code at address / share, so that a range of codes has a range
+of scales. ``share`` is the number of elements of a block, or less where blocks are partial: a row
+of blocks then has more addresses than it needs.
+
 Only names, shapes and layouts decide; no tensor is read, so every rank decides alike.
 """
 
@@ -27,12 +31,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwise.layout import Grain, Item, Layout, rows
 from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
+from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, scale_shape, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_products import native_problem
@@ -103,17 +108,50 @@ def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ..
     return (READS[format][phase],) if phase in READS[format] else ()
 
 
+LEAST_SHARE = 256  # addresses for each scale: below, scales would take over 1/64 of the bytes
+
+
+def share_of(layout: Layout, block: Block) -> int:
+    """The number of addresses for each scale, the largest with which the scales of every row of
+    blocks have a place of their own, in the shard of their codes; 0: there is none."""
+    share = math.prod(block)
+    least = LEAST_SHARE if any(map(has_partial_blocks, layout.items)) else share
+    while share >= least and not _has_places(layout, block, share):
+        share //= 2
+    return share if share >= least else 0
+
+
+def _has_places(layout: Layout, block: Block, share: int) -> bool:
+    step = share * max(block) // min(block)  # parameters and shards begin at whole squares
+    if layout.num_shards > 1 and layout.shard_size % step:
+        return False
+    ends = -(-layout.numel // share)
+    for start, item in sorted(zip(layout.starts, layout.items, strict=True), reverse=True):
+        columns = item.shape[-1]
+        bands, strips = scale_shape((item.numel // columns, columns), block)
+        last = start + (bands - 1) * block[0] * columns  # the last row of blocks
+        shard = (last // layout.shard_size + 1) * layout.shard_size
+        behind = min(ends, -(-shard // share))
+        if start % step or block[0] * columns % share or last // share + strips > behind:
+            return False
+        ends = start // share
+    return True
+
+
+def has_partial_blocks(item: Item) -> bool:
+    return any(size % item.side for size in item.shape[-2:])
+
+
 def encodes_locally(layout: Layout, format: Format = "mxfp8") -> bool:
     """Whether every shard holds whole blocks, at addresses that scales have too; of a stack whose
     matrices have one scale each, whole matrices."""
-    side = side_of(FORMATS[format])
-    if layout.num_shards > 1 and layout.shard_size % side**2:
+    blocks = FORMATS[format]
+    if not all(share_of(layout, block) for block in blocks):
         return False
-    for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
-        stack = one_scale_each(item, FORMATS[format])
-        together = (item.shape[-2] if stack else side) * item.shape[-1]
-        cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
-        if start % side**2 or any(cut % together for cut in cuts):
+    for index, item in enumerate(layout.items):
+        stack = one_scale_each(item, blocks)
+        together = (item.shape[-2] if stack else side_of(blocks)) * item.shape[-1]
+        if any(layout.piece(index, shard)[0] % together for shard in layout.holders(index)):
             return False
     return True
 
@@ -124,7 +162,7 @@ def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
     if not encodes_locally(layout, format):
         return False
     planes = planes_of(format, "forward", persistent)
-    nbytes = sum(1 + SCALES[block].itemsize / math.prod(block) for block in planes)
+    nbytes = sum(1 + SCALES[block].itemsize / share_of(layout, block) for block in planes)
     return layout.num_shards == 1 or nbytes < torch.bfloat16.itemsize
 
 
@@ -143,13 +181,13 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
     """The layout of the codes: main's if codes are sent, else one matrix after the other."""
     if direct:
         return layout
-    *starts, end = accumulate((item.numel for item in layout.items), initial=0)
+    *starts, end = accumulate((item.room for item in layout.items), initial=0)
     return Layout(layout.items, 1, end, tuple(starts))
 
 
 def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
     """The bytes of a plane of all weights: codes and scales, padded to ``parts`` equal parts."""
-    nbytes = layout.numel + layout.numel // math.prod(block) * SCALES[block].itemsize
+    nbytes = layout.numel + -(-layout.numel // share_of(layout, block)) * SCALES[block].itemsize
     return -(-nbytes // parts) * parts
 
 
@@ -244,6 +282,8 @@ def _products(
         return "", None
     if multiplies_stacks(type(module)) and len(one.shape) == 2:
         return "decoded", "experts with a parameter each multiply by decoded weights"
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # its forward is never called
+        return "decoded", "nn.MultiheadAttention multiplies by decoded weights"
     if len(one.shape) == 3 and precision.recipe.activations is None:
         return "decoded", "experts multiply by decoded weights"
     if precision.products == "native":

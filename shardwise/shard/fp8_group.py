@@ -57,6 +57,7 @@ from shardwise.shard.formats import (
     plane_layout,
     planes_of,
     sends_codes,
+    share_of,
 )
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.group import Group
@@ -69,7 +70,7 @@ class GroupPlane(Gathered):
 
     def __init__(self, block: Block, layout: Layout, parts: int, device: torch.device) -> None:
         self.block, self.layout = block, layout
-        self.share = block[0] * block[1]  # elements that share a scale
+        self.share = share_of(layout, block)  # addresses for each scale
         self.width = SCALES[block].itemsize  # bytes of a scale
         nbytes = plane_bytes(layout, block, parts)
         super().__init__(Memory(nbytes, torch.uint8, device, "compute", lane="gather"))
@@ -85,17 +86,17 @@ class GroupPlane(Gathered):
         columns = self.layout.items[index].shape[-1]
         shape = ((high - low) // columns, columns)
         first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
-        codes, scales = self.ranges(first, last)
-        return Plane(
-            codes=codes.view(shape),
-            scales=scales.view(SCALES[self.block]).view(scale_shape(shape, self.block)),
-            block=self.block,
-        )
+        codes, _ = self.ranges(first, last)
+        _, scales = self.ranges(first, self.layout.numel)
+        # The scales of a row of blocks lie where its codes do, which may leave gaps.
+        steps = self.block[0] * columns // self.share, 1
+        scales = scales.view(SCALES[self.block]).as_strided(scale_shape(shape, self.block), steps)
+        return Plane(codes=codes.view(shape), scales=scales, block=self.block)
 
     def ranges(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The bytes of the codes at addresses [first, last), and of their scales."""
         memory, begin = self.memory.tensor, self.layout.numel
-        low, high = (begin + end // self.share * self.width for end in (first, last))
+        low, high = (begin + -(-end // self.share) * self.width for end in (first, last))
         return memory[first:last], memory[low:high]
 
     def encode_all(self, source: Buffer, rounding: Rounding) -> bool:
@@ -111,7 +112,9 @@ class GroupPlane(Gathered):
             matrices: list[Any] = []
             for item, start, (low, high, offset) in places:
                 columns = item.shape[-1]
-                one = kernels.Matrix((high - low) // columns, columns, offset, start + low)
+                one = kernels.Matrix(
+                    (high - low) // columns, columns, offset, start + low, share=self.share
+                )
                 members = (high - low) // math.prod(item.shape[-2:])
                 matrices += one.cut(members) if one_scale_each(item, [self.block]) else [one]
             self._tiles = kernels.list_tiles(matrices, memory.device)
@@ -296,7 +299,9 @@ class FP8Group(Group):
             fp8_graphs.install()
         parameter = FP8Parameter.of(weight, requires_grad, recipe, self.device)
         layout = self.plane_layout
-        size = layout.items[index].numel
+        item = layout.items[index]
+        # No weight follows one with a partial last row of blocks: it ends where it begins.
+        size = 0 if item.shape[-2] % item.side else item.numel
         parameter.place = f"{layout.numel} {layout.starts[index]} {size}"
         return parameter
 
@@ -361,12 +366,13 @@ class FP8Group(Group):
         self.whole.block.release(runtime.source)
 
     def follows(self, index: int, next_index: int) -> bool:
-        """Whether the codes of one weight end where those of the next begin, as rows of one
-        matrix."""
+        """Whether the codes of one weight end where those of the next begin, as rows of blocks of
+        one matrix."""
         layout = self.plane_layout
         one, other = layout.items[index], layout.items[next_index]
         ends = layout.starts[index] + one.numel
-        return ends == layout.starts[next_index] and one.shape[1:] == other.shape[1:]
+        whole = not one.shape[-2] % one.side
+        return whole and ends == layout.starts[next_index] and one.shape[1:] == other.shape[1:]
 
     def plane(self, index: int, phase: Reads, last: int | None = None) -> Plane:
         """The plane of one weight that ``phase`` reads, or of all weights up to ``last``.

@@ -30,8 +30,7 @@ from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.optimizers import optimizer
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
-from shardwise.precision.fp8 import side_of
-from shardwise.precision.fp8_tensor import FORMATS
+from shardwise.precision.policy import sides_in
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrapping import wrap_units
@@ -191,8 +190,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         reasons = dict.fromkeys(stored.kept.values())
         raise ValueError(
             f"precision={config.precision!r}: none of the {len(stored.rows)} parameters can be "
-            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of "
-            f"{side_of(FORMATS[precision.format])}, or train in bf16"
+            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim "
+            f"{sides_in(precision.format)}, or train in bf16"
         )
     if config.module is None:
         model.to_empty(device=world.device)

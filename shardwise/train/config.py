@@ -229,8 +229,8 @@ class TrainConfig:
             problems.append("model.head_z_coefficient is the GPT's: leave it at 0 with a module")
         if self.module is not None and self.compile == "on":
             problems.append("compile='on' is the GPT's: compile a module in its own function")
-        if self.lora_rank and (self.tp > 1 or self.precision.startswith("mxfp8")):
-            problems.append(f"lora_rank={self.lora_rank}: tp and mxfp8 are for runs that train all")
+        if self.lora_rank and self.tp > 1:
+            problems.append(f"lora_rank={self.lora_rank}: tp is for runs that train all")
         return problems or tensor_parallel_problems(self.model, self.tp)
 
     def check_resume(self, saved: TrainConfig) -> None:

@@ -127,7 +127,7 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert set(report.stored) == STORED
     named = "read by an embedding; include=('*', 'embedding.weight') stores it too"
     assert report.kept["embedding.weight"] == named
-    assert "17 rows do not divide into blocks of 32" in report.kept["head.weight"]
+    assert "17 rows are no multiple of 32" in report.kept["head.weight"]
     assert report.kept["layers.0.up.bias"] == "a bias"
     assert set(report.kept) | STORED == {name for name, _ in model.named_parameters()}
     for unit in units_of(model):
@@ -238,7 +238,7 @@ def test_a_model_that_stores_nothing_in_mxfp8_is_refused(rank: int, world_size: 
     sw.fully_shard(nn.Identity(), mesh=mesh, precision=MXFP8)(torch.ones(2))  # nothing to store
     for message in messages[:3]:
         assert "nothing would be stored in mxfp8" in message.lower(), message
-        assert "30 rows do not divide into blocks of 32" in message and "'bf16'" in message
+        assert "30 rows are no multiple of 32" in message and "'bf16'" in message
     for message in messages[3:]:
         assert "'*.mpl.*' matches none of the" in message
 

@@ -29,13 +29,13 @@ WIDTH = 256
 class Layers(nn.Module):
     """Three layers that read one x, two of them alike; two with biases that read another."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, deep: int = 3 * WIDTH) -> None:
         super().__init__()
-        self.query, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
-        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, deep) for _ in range(2))
+        self.down = nn.Linear(deep, width, bias=False)
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -114,6 +114,42 @@ def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strateg
         apart = (joined[name] - expected).norm() / expected.norm()
         assert apart < 0.02, f"{name}: {apart}"
         assert (eager[name] - expected).norm() < 0.1 * expected.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("width", "deep", "forward"),
+    [
+        # The codes of gate and up follow one another, but a last block is partial: two products.
+        (256, 448, {"fp8_linears": 2, "fp8_linears, norm": 2}),
+        (288, 432, {"fp8_linears": 4}),  # norms and SwiGLU are written before they are quantised
+    ],
+)
+@on_ranks(1)
+def test_layers_with_partial_blocks_compute_as_one_by_one(
+    rank: int, world_size: int, width: int, deep: int, forward: dict[str, int]
+) -> None:
+    results = []
+    for change in (lambda graph: None, fp8_graphs.join):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Layers(width, deep)
+        precision = sw.Precision(weights="fp8_block", reduce="fp32")
+        sw.fully_shard(net, **options_for("zero3", world_size), precision=precision)
+        assert len(sw.precision_report(net).stored) == 7
+        seen: list[Counter[str]] = []
+        model: Any = torch.compile(net, backend=backend(change, seen), fullgraph=True)
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(2, 100, width, generator=generator).requires_grad_()
+        y = model(x)
+        y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+        assert x.grad is not None
+        grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
+        results.append({"y": y.detach(), "dx": x.grad, **grads})
+    assert seen[0] == Counter(forward) and "fp8_linear_backward, gated" not in seen[1], seen
+    plain, joined = results
+    for name, expected in plain.items():
+        apart = (joined[name] - expected).norm() / expected.norm()
+        assert apart < 0.02, f"{name}: {apart}"
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import Manifest, export
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.train.codecs import Bytes
@@ -204,6 +205,16 @@ def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
     wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}
     said = run_ranks(refuse, 2, str(tmp_path / "b"), None, wrong)
     assert all("returned a int; it must return a torch.nn.Module" in text for text in said)
+
+
+@pytest.mark.parametrize(("precision", "dim"), [("mxfp8", 32), ("fp8_block", 144)])
+def test_lora_over_frozen_weights_in_fp8(precision: str, dim: int, tmp_path: Path) -> None:
+    model = GPTConfig(dim=dim, num_layers=1, num_heads=2, context=16)
+    compare("zero3", "adamw", 2, tmp_path, 1, model=model, precision=precision, lora_rank=2)
+    run, *_ = events_of(tmp_path / "first", "run")
+    stored, moved = run["weights"], losses(tmp_path / "first")
+    assert stored["format"] == precision and stored["stored"] == 7, stored
+    assert moved[1] != moved[2], "its products are trained"
 
 
 def test_the_end_of_a_document_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

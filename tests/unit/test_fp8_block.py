@@ -31,6 +31,8 @@ from shardwise.precision.fp8 import (
 from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.report.activations import Follower
+from tests.contract.helpers import options_for
+from tests.ranks import on_ranks
 
 ROWS, COLUMNS, TOKENS = 256, 384, 150  # 22 tokens of a second block
 
@@ -188,6 +190,35 @@ def test_no_tokens() -> None:
     assert y.shape == (0, ROWS) and parameter.grad is not None and not parameter.grad.any()
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.after = nn.MultiheadAttention(128, 4), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
+
+
+@on_ranks(1)
+def test_the_report_says_how_attention_multiplies_by_its_output_weight(
+    rank: int, world_size: int
+) -> None:
+    """torch's function takes the weight, and no layer: codes are decoded for it."""
+    net = Attention()
+    sw.fully_shard(net, **options_for("zero3", 1), precision=sw.Precision(weights="fp8_block"))
+    report = sw.precision_report(net)
+    found = {row.name: row.products for row in report.rows if row.format}
+    assert found == {
+        "attention.out_proj.weight": "decoded",
+        "after.weight": "fp8 by decoding",
+    }
+    assert "nn.MultiheadAttention multiplies by decoded weights" in str(report)
+    x = made(3, 2, 128).bfloat16()
+    with fp8_block.tallied() as tally:
+        net(x)
+    assert tally.figures()["values"] == x.numel(), "of ``after`` alone"
+
+
 def test_what_a_user_may_say() -> None:
     plain = sw.Precision(weights="fp8_block")
     assert plain.recipe == Recipe("exact", "fp8") and plain.rounding == "exact"
@@ -210,7 +241,7 @@ def test_what_a_user_may_say() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             sw.Precision(**options)  # type: ignore[arg-type]
-    with pytest.raises(FP8Error, match="130 columns do not divide into blocks of 128"):
+    with pytest.raises(FP8Error, match="130 columns are no multiple of 16"):
         FP8Tensor.encode(made(128, 130), "fp8_block")
     assert "cpu multiplies no fp8" in str(fp8_block.scaled_problem(torch.device("cpu")))
 

@@ -40,12 +40,12 @@ def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 @inside
 def test_parts_of_one_tensor_are_quantised_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = values(150, 640, torch.bfloat16)
+    x = values(150, 592, torch.bfloat16)
     for rows in (True, False):
         expected = quantise(x, rows, 1, "exact")
         monkeypatch.setattr(fp8_block, "uses_kernels", lambda device: True)
         with fp8_block.tallied() as tally:
-            found = fp8_block.quantise_beside(list(x.split([256, 128, 256], 1)), rows, "exact")
+            found = fp8_block.quantise_beside(list(x.split([256, 128, 208], 1)), rows, "exact")
         monkeypatch.undo()
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.equal(mine.nan_to_num(-1), theirs.nan_to_num(-1))
@@ -64,8 +64,11 @@ def test_heads_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 @inside
 @pytest.mark.parametrize("rounding", ["exact", "rceil"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding: Rounding) -> None:
-    x = values(150, 256, dtype)  # 22 tokens of the second tile
+@pytest.mark.parametrize(("high", "wide"), [(256, 256), (144, 208)])
+def test_every_plane_has_the_bits_of_the_definition(
+    dtype: torch.dtype, rounding: Rounding, high: int, wide: int
+) -> None:
+    x = values(150, wide, dtype)  # 22 tokens of the second tile
     for rows, turned in ((True, 1), (True, 128), (True, 0), (False, 1)):
         expected = quantise(x, rows, turned, rounding)
         found = empty(x, rows, turned)
@@ -84,35 +87,43 @@ def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding
             if a.numel()
         ]
         assert checked == [True] * 2 * (rows + (turned > 0))
-    x = values(256, 128 * 2, dtype)
+    x = values(high, wide, dtype)
     codes, scales = encode_reference(x, SQUARE_128, rounding)
-    mine, my_scales = torch.full_like(codes, 7), torch.full_like(scales, 7)
+    mine, gaps = torch.full_like(codes, 7), torch.full((2, 5), 7.0)
+    my_scales = gaps[:, :2] if wide % 128 else torch.full_like(scales, 7)  # rows that lie apart
     kernels.encode(x, mine, my_scales, rounding=rounding)
     assert torch.equal(mine, codes)
     assert torch.equal(my_scales.nan_to_num(-1), scales.nan_to_num(-1))
-    turned, turned_scales = kernels.turn(codes[:128], scales[:1])
-    assert torch.equal(turned, codes[:128].t())
-    assert torch.equal(turned_scales.nan_to_num(-1), scales[:1].t().nan_to_num(-1))
+    assert (gaps[:, 2:] == 7).all(), "nothing else was written"
+    turned, turned_scales = kernels.turn(codes, my_scales)
+    assert torch.equal(turned, codes.t())
+    assert torch.equal(turned_scales.nan_to_num(-1), scales.t().nan_to_num(-1))
 
 
 @inside
-def test_tiles_of_many_matrices_are_encoded_in_one_launch() -> None:
-    first, second = values(256, 256, torch.float32), values(128, 384, torch.float32) * 3
+@pytest.mark.parametrize(("high", "wide", "share"), [(256, 256, 16384), (208, 272, 2048)])
+def test_tiles_of_many_matrices_are_encoded_in_one_launch(high: int, wide: int, share: int) -> None:
+    first, second = values(high, wide, torch.float32), values(128, 384, torch.float32) * 3
+    room = -(-first.numel() // 16384) * 16384
     flat = torch.cat([torch.full((128,), 9.0), second.view(-1), first.view(-1)])
     matrices = [
-        kernels.Matrix(256, 256, 128 + second.numel(), 16384),  # a gap of one tile before it
-        kernels.Matrix(128, 384, 128, 16384 + first.numel()),
+        kernels.Matrix(high, wide, 128 + second.numel(), 16384, share=share),  # a gap before it
+        kernels.Matrix(128, 384, 128, 16384 + room, share=share),
     ]
-    codes, scales = torch.full((16384 * 8,), 7, dtype=torch.uint8), torch.full((8,), 7.0)
+    size = 16384 + room + second.numel()
+    codes, scales = torch.full((size,), 7, dtype=torch.uint8), torch.full((size // share,), 7.0)
     tiles = kernels.list_tiles(matrices, flat.device)
     kernels.encode(flat, codes, scales, tiles=tiles)
     for value, matrix in zip((first, second), matrices, strict=True):
         expected, expected_scales = encode_reference(value, SQUARE_128)
-        into, number = matrix.into, matrix.into // 16384
-        assert torch.equal(codes[into : into + value.numel()].view(value.shape), expected)
-        mine = scales[number : number + expected_scales.numel()].view(expected_scales.shape)
-        assert torch.equal(mine.nan_to_num(-1), expected_scales.nan_to_num(-1))
-    assert (codes[:16384] == 7).all() and scales[0] == 7, "nothing else was written"
+        mine = codes[matrix.into :][: value.numel()].view(value.shape)
+        assert torch.equal(mine, expected)
+        mine.fill_(7)
+        step, begin = 128 * matrix.columns // share, matrix.into // share
+        there = scales[begin:].as_strided(expected_scales.shape, (step, 1))
+        assert torch.equal(there.nan_to_num(-1), expected_scales.nan_to_num(-1))
+        there.fill_(7)
+    assert (codes == 7).all() and (scales == 7).all(), "nothing else was written"
 
 
 @inside

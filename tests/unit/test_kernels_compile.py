@@ -155,35 +155,41 @@ def test_fused_passes() -> None:
 def test_fp8_in_blocks_of_128() -> None:
     pointers = {"x_ptr": "*i32", "codes_ptr": "*i16", "turned_ptr": "*i32"}
     pointers |= {"turned_scales_ptr": "*fp32", "largest_ptr": "*i32", "tiles_ptr": "*i64"}
-    # Which planes, whether the turned one is in squares, rounding up, whether tokens fill tiles.
-    for rows, columns, square, rceil, even in (
-        (True, True, True, False, True),
-        (True, True, True, True, False),
-        (True, False, False, True, True),
-        (False, True, False, False, False),
+    # Which planes, whether the turned one is in squares, rounding up, whether tokens fill tiles,
+    # whether features do not.
+    for rows, columns, square, rceil, even, ragged in (
+        (True, True, True, False, True, False),
+        (True, True, True, True, False, False),
+        (True, False, False, True, True, False),
+        (False, True, False, False, False, False),
+        (True, True, True, False, True, True),
+        (True, True, False, False, False, True),
     ):
         constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
         constants |= {"native": True, "even": even, "alone": even, "heads": rceil}
+        constants |= {"ragged": ragged}
         check(compiled(fp8_block._quantise_kernel, constants, pointers), products=False)
     words = {"h_ptr": "*i32", "weight_ptr": "*i32", "factors_ptr": "*fp32"}
     for even in (True, False):
         constants = {"rceil": even, "even": even, "assembly": True}
         check(compiled(fp8_fused._norm_kernel, constants, pointers | words), products=False)
-    # One matrix, a list of tiles, the two passes over a list whose tiles share scales.
-    for listed, measures, shared, wide in (
-        (False, False, False, True),
-        (True, False, False, False),
-        (True, True, False, True),
-        (True, False, True, True),
+    # One matrix, a list of tiles, the two passes over a list whose tiles share scales; both of
+    # partial tiles.
+    for listed, measures, shared, wide, ragged in (
+        (False, False, False, True, False),
+        (True, False, False, False, False),
+        (True, True, False, True, False),
+        (True, False, True, True, False),
+        (False, False, False, False, True),
+        (True, False, False, True, True),
     ):
         constants = {"listed": listed, "measures": measures, "shared": shared, "wide": wide}
         types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
-        made = compiled(
-            fp8_block._encode_kernel, constants | {"rceil": shared, "native": True}, types
-        )
-        check(made, products=False)
+        constants |= {"rceil": shared, "native": True, "ragged": ragged}
+        check(compiled(fp8_block._encode_kernel, constants, types), products=False)
     pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
-    check(compiled(fp8_block._turn_kernel, {}, pointers), products=False)
+    for ragged in (False, True):
+        check(compiled(fp8_block._turn_kernel, {"ragged": ragged}, pointers), products=False)
     constants = {"high": 4, "wide": 2048, "rceil": False, "native": True}
     made = compiled(fp8_block._rows_kernel, constants, pointers | {"x_ptr": "*i16"})
     check(made, products=False)

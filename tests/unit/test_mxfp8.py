@@ -300,7 +300,7 @@ def test_gradients_do_not_flow_through_encode() -> None:
     ("call", "words"),
     [
         (lambda: encode(torch.zeros(2, 32, 32)), ["(2, 32, 32)", "2-D", "reshape"]),
-        (lambda: encode(torch.zeros(33, 63)), ["33 rows", "63 columns", "blocks of 32"]),
+        (lambda: encode(torch.zeros(33, 63)), ["33 rows", "63 columns", "multiple of 32"]),
         (lambda: encode(torch.zeros(32, 32, dtype=torch.uint8)), ["torch.uint8", "floating-point"]),
         (lambda: encode(torch.zeros(32, 32), rounding="nearest"), ["'nearest'", "rceil", "floor"]),
         (lambda: encode(torch.zeros(32, 32), ((1, 16),)), ["(1, 16)", "(1, 32)"]),

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 in blocks of 128 where sides are no multiples of 128: the last blocks are partial."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.layout import ELEMENT, ROW, TENSOR, Item, Layout, plan, rows
+from shardwise.precision import fp8
+from shardwise.precision.fp8 import (
+    SQUARE_128,
+    FP8Error,
+    Rounding,
+    decode_reference,
+    encode_reference,
+)
+from shardwise.precision.fp8_functions import Recipe, fp8_embedding, fp8_linear
+from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.precision.policy import ineligible
+from shardwise.shard.buckets import plan_elements, plan_matrices
+from shardwise.shard.formats import encodes_locally, plane_bytes, plane_layout, share_of
+
+SIDES = st.integers(8, 30).map(lambda count: 16 * count)  # 128 to 480
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    """Over some powers of two, and none below 2^-20, so that padding would be seen in a scale."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-12, -4, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(powers)
+
+
+def block_by_block(x: Tensor, rounding: Rounding, high: int, wide: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales by a loop over blocks, each of the elements that exist."""
+    values = x.bfloat16().float()
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    scales = torch.empty(math.ceil(len(x) / high), math.ceil(x.shape[1] / wide))
+    for band in range(scales.shape[0]):
+        for strip in range(scales.shape[1]):
+            there = slice(band * high, (band + 1) * high), slice(strip * wide, (strip + 1) * wide)
+            block = values[there]
+            scale = block.abs().max().clamp(min=2.0**-100) * torch.tensor(1 / 448)
+            if rounding == "rceil":
+                scale = torch.exp2((block.abs().max() / 448).log2().ceil())
+            scales[band, strip] = scale
+            codes[there] = (block * scale.reciprocal()).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, scales
+
+
+def assert_encoded(x: Tensor, rounding: Rounding, block: fp8.Block) -> None:
+    codes, scales = block_by_block(x, rounding, *block)
+    found, found_scales = encode_reference(x, block, rounding)
+    assert torch.equal(found_scales, scales), "scales"
+    assert torch.equal(found, codes), "codes"
+    values = decode_reference(found, found_scales, block, torch.float32)
+    assert values.shape == x.shape and values.is_contiguous()
+    factors = scales.repeat_interleave(block[0], 0)[: len(x)]
+    factors = factors.repeat_interleave(block[1], 1)[:, : x.shape[1]]
+    assert torch.equal(values, codes.view(torch.float8_e4m3fn).float() * factors)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SIDES, SIDES, st.sampled_from(["exact", "rceil"]))
+def test_scales_are_of_the_elements_that_exist(high: int, wide: int, rounding: Any) -> None:
+    for block in (SQUARE_128, fp8.ROW_128):
+        assert_encoded(made(high, wide), rounding, block)
+
+
+def test_padding_with_other_than_zeros_is_noticed() -> None:
+    wrong = partial(F.pad, value=1.0)
+    with mock.patch.object(fp8.F, "pad", wrong), pytest.raises(AssertionError, match="scales"):
+        assert_encoded(made(144, 192), "exact", SQUARE_128)
+
+
+def decoded(x: Tensor, block: fp8.Block) -> Tensor:
+    return decode_reference(*block_by_block(x, "exact", *block), block, torch.float32)
+
+
+@pytest.mark.parametrize("gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize(("high", "wide"), [(192, 320), (320, 144), (256, 208), (176, 384)])
+def test_products_are_those_of_the_decoded_operands(high: int, wide: int, gradient: str) -> None:
+    tokens, recipe = 150, Recipe("exact", gradient)
+    stored = FP8Tensor.encode(made(high, wide), "fp8_block")
+    assert stored.plane("forward").scales.shape == (math.ceil(high / 128), math.ceil(wide / 128))
+    x = made(tokens, wide, seed=1).bfloat16().requires_grad_()
+    grad, bias = made(tokens, high, seed=2).bfloat16(), made(high, seed=3).bfloat16()
+    parameter = nn.Parameter(made(high, wide))
+    y = fp8_linear(x, stored, bias, parameter=parameter, recipe=recipe)
+    y.backward(grad)
+    weight, row = decoded(made(high, wide), SQUARE_128), fp8.ROW_128
+    flat = x.detach().float()
+    assert x.grad is not None and parameter.grad is not None
+    assert torch.equal(y, (decoded(flat, row) @ weight.t()).bfloat16() + bias)
+    assert torch.equal(x.grad, (decoded(grad.float(), row) @ weight).bfloat16())
+    of_weight = grad.float().t() @ flat
+    if gradient == "fp8":
+        whole = F.pad(flat, (0, 0, 0, -tokens % 128)), F.pad(grad.float(), (0, 0, 0, -tokens % 128))
+        turned_x, turned_grad = (each.t().contiguous() for each in whole)
+        of_weight = decoded(turned_grad, row) @ decoded(turned_x, SQUARE_128).t()
+    torch.testing.assert_close(parameter.grad, of_weight, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_partial_blocks_are_looked_up() -> None:
+    table, ids = made(208, 144), torch.tensor([[0, 207], [130, 5]])
+    stored = FP8Tensor.encode(table, "fp8_block_rows")
+    found = fp8_embedding(ids, stored, dtype=torch.float32)
+    assert torch.equal(found, decoded(table, SQUARE_128)[ids])
+
+
+def test_copies_and_files_hold_partial_blocks() -> None:
+    stored = FP8Tensor.encode(made(192, 320), "fp8_block")
+    again = FP8Tensor.from_state_dict(stored.state_dict())
+    assert torch.equal(again.dequantise(), stored.dequantise())
+    codes, scales = stored.plane("forward").codes, torch.ones(2, 2)
+    with pytest.raises(FP8Error, match=r"expected \(2, 3\)"):
+        fp8.Plane(codes=codes, scales=scales, block=SQUARE_128)
+
+
+def test_sides_that_hardware_does_not_multiply_are_refused_by_name() -> None:
+    precision = sw.Precision(weights="fp8_block")
+    stack: Any = type("Stack", (nn.Module,), {"multiplies_decoded": True})
+    for shape, owner, words in (
+        ((320, 200), nn.Linear, r"shape \(320, 200\): 200 columns are no multiple of 16"),
+        ((200, 320), nn.Linear, "200 rows are no multiple of 16"),
+        ((320, 112), nn.Linear, "a side of 112 is less than a block of 128"),
+        ((16, 320), nn.Linear, "a side of 16 is less than a block of 128"),
+        ((4, 192, 128), stack, r"\(4, 192, 128\): experts have no partial blocks of 128"),
+    ):
+        reason = ineligible("layer.weight", shape, precision, [owner])
+        assert reason is not None
+        with pytest.raises(ValueError, match=words):
+            raise ValueError(reason)
+    for shape, owner in (((192, 320), nn.Linear), ((4, 256, 128), stack), ((128, 144), nn.Linear)):
+        assert ineligible("layer.weight", shape, precision, [owner]) is None
+
+
+# ------------------------------------------------------------------------- where the scales lie
+
+
+def places(layout: Layout) -> list[set[int]]:
+    """The addresses of the scales of each parameter, as a plane's views have them."""
+    share, found = share_of(layout, SQUARE_128), []
+    for start, item in zip(layout.starts, layout.items, strict=True):
+        high, wide = item.shape
+        bands, strips = math.ceil(high / 128), math.ceil(wide / 128)
+        assert start % share == 0 and 128 * wide % share == 0
+        firsts = [(start + band * 128 * wide) // share for band in range(bands)]
+        found.append({first + strip for first in firsts for strip in range(strips)})
+        assert len(found[-1]) == bands * strips, "no two scales of a weight share an address"
+    return found
+
+
+def assert_scales_have_places(layout: Layout) -> None:
+    share, found = share_of(layout, SQUARE_128), places(layout)
+    assert len(set().union(*found)) == sum(map(len, found)), "two weights share an address"
+    behind = (plane_bytes(layout, SQUARE_128, 1) - layout.numel) // 4
+    assert max(set().union(*found)) < behind
+    per_shard = layout.shard_size // share
+    for index, item in enumerate(layout.items):
+        for shard in layout.holders(index) if layout.num_shards > 1 else ():
+            low, high = layout.piece(index, shard)
+            first = (layout.starts[index] + low) // share
+            bands = math.ceil((high - low) / 128 / item.shape[1])
+            last = (layout.starts[index] + low + (bands - 1) * 128 * item.shape[1]) // share
+            strips = math.ceil(item.shape[1] / 128)
+            assert shard * per_shard <= first, "a rank sends the scales of its codes"
+            assert last + strips <= (shard + 1) * per_shard, "and no others"
+
+
+SHAPES = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(1, 5), st.sampled_from([rows(128), TENSOR]))
+def test_scales_of_partial_blocks_have_places_of_their_own(
+    shapes: list[tuple[int, int]], num_shards: int, grain: Any
+) -> None:
+    items = [Item(f"w{n}", shape, grain, 128) for n, shape in enumerate(shapes)]
+    layout = plan(items, num_shards)
+    assert encodes_locally(layout, "fp8_block")
+    assert share_of(layout, SQUARE_128) >= 256
+    assert_scales_have_places(layout)
+    loose = plan([Item(f"w{n}", s, ELEMENT, 128) for n, s in enumerate(shapes)], num_shards)
+    staged = plane_layout(loose, False)
+    assert_scales_have_places(staged)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.integers(1, 4))
+def test_buckets_begin_at_blocks(shapes: list[tuple[int, int]], num_shards: int) -> None:
+    items = [Item(f"w{n}", shape, TENSOR, 128) for n, shape in enumerate(shapes)]
+    costs = [item.numel for item in items]
+    buckets = plan_matrices(items, costs, num_shards, 100_000)
+    buckets += plan_elements(items, num_shards, 100_000)
+    for bucket in buckets:
+        if encodes_locally(bucket.layout, "fp8_block"):
+            assert_scales_have_places(bucket.layout)
+        else:
+            cut = any(len(bucket.layout.holders(n)) > 1 for n in range(len(bucket.members)))
+            assert cut, "only where a shard cuts a block"
+
+
+def test_whole_blocks_have_their_scales_where_they_had_them() -> None:
+    items = [Item("a", (256, 384), rows(128), 128), Item("b", (128, 128), rows(128), 128)]
+    layout = plan(items, 2)
+    assert share_of(layout, SQUARE_128) == 128 * 128
+    misplaced = Layout(tuple(items), 1, layout.numel + 64, (64, 64 + items[0].numel))
+    assert share_of(misplaced, SQUARE_128) == 0, "bf16 is sent, as before"
+    assert not encodes_locally(plan([Item("a", (192, 144), ROW, 128)], 3), "fp8_block")
