@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise import tensor_steps as _hooks  # noqa: F401  (optimizers' steps are seen from now on)
 from shardwise.layout import Layout
-from shardwise.memory import Block
+from shardwise.memory import Block, Source
 from shardwise.mesh import Ranks
 from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
@@ -36,6 +36,9 @@ class Gathered:
     def __init__(self, memory: Block) -> None:
         self.memory = memory
         self.filled: Any = None  # main.state then; None: never, or released since
+
+    def acquire(self, source: Source) -> None:
+        self.memory.acquire(source)
 
 
 class Part(Gathered):
@@ -77,6 +80,11 @@ class GatherPlan(NamedTuple):
     source: Tensor
     mine: Tensor | None  # its place; None: nothing is cast
     stages: list[tuple[Tensor, Tensor, comm.Axis]]
+
+    @property
+    def views(self) -> list[Any]:
+        """All tensors that the plan holds."""
+        return [self.source, self.mine, *(one for stage in self.stages for one in stage)]
 
     def run(self) -> comm.Pending:
         """Every stage but the last is waited for: the next one sends what it brought."""

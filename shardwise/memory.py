@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from shardwise.holders import count_holders, count_references, is_kept, time_now
 
 
 class Ledger:
@@ -105,6 +107,10 @@ class Block:
         self.kind, self.lane, self.numel = kind, lane, numel
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+        self.storage = self.tensor.untyped_storage()
+        self.own = 0  # the holders of the memory that are no others'; 0: nothing was lent
+        self._lent_at = 0
+        self.autograds = {0}  # numbers of views of others that were autograd's alone
         self.live = True
         self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
@@ -133,7 +139,26 @@ class Block:
     @property
     def holders(self) -> int:
         """The number of tensors that lie in the memory, its own among them."""
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,no-any-return]
+        return count_holders(self.storage)
+
+    def lend(self, shown: Sequence[torch.Tensor] = ()) -> None:
+        """Others may make views from here on: count the owner's, which are all there, without
+        ``shown``, those that it hands out itself."""
+        self.own, self._lent_at = self.own or self.holders - len(shown), time_now()
+
+    def lent(self, shown: Sequence[torch.Tensor] = (), references: int = 0) -> int:
+        """The number of views that others hold, and of their references to ``shown``, of which the
+        owner has ``references`` each beside this list."""
+        found = self.holders - self.own - len(shown) if self.own else 0
+        return found + sum(count_references(shown)) - references * len(shown) if shown else found
+
+    def is_kept(self, lent: int, ours: set[int]) -> bool:
+        """Whether others than autograd hold one of the views that are ``lent``: looks through
+        objects of Python. ``ours``: the ids of the owner's views."""
+        kept = is_kept(self.storage, ours, self._lent_at)
+        if not kept:
+            self.autograds.add(lent)
+        return kept
 
     def leave(self) -> None:
         """Leave the memory to whoever holds views of it, and go on with another."""
@@ -144,6 +169,7 @@ class Block:
         view of it for autograd, so its version counter stays its own."""
         with torch.no_grad():
             self.tensor.set_(storage, 0, (self.numel,), (1,))
+        self.storage, self.own, self.autograds = storage, 0, {0}
         if self.moved is not None:
             self.moved()
 
@@ -200,12 +226,12 @@ class Caching:
     """
 
     def acquire(self, block: Block) -> None:
-        block.tensor.untyped_storage().resize_(block.nbytes)
+        block.storage.resize_(block.nbytes)
 
     def release(self, block: Block) -> None:
-        if not block.tensor.untyped_storage().resizable():
+        if not block.storage.resizable():
             block.leave()
-        block.tensor.untyped_storage().resize_(0)
+        block.storage.resize_(0)
 
 
 CACHING = Caching()
@@ -226,7 +252,7 @@ class TracePool:
         weakref.finalize(self, self._idle.set, 0).atexit = False
 
     def acquire(self, block: Block) -> None:
-        free, own = self._free[block.lane, block.tensor.device], block.tensor.untyped_storage()
+        free, own = self._free[block.lane, block.tensor.device], block.storage
 
         def distance(number: int) -> tuple[int, bool]:
             storage = free[number]
@@ -241,11 +267,12 @@ class TracePool:
             storage.resize_(0)  # first, so that no contents are copied
             storage.resize_(block.nbytes)
         self._idle.set(self._idle.nbytes - min(idle, block.nbytes))
+        block.own = 0  # blocks that lay there too have come and gone
         if storage._cdata != own._cdata:
             block.move(storage)
 
     def release(self, block: Block) -> None:
-        storage, idle = block.tensor.untyped_storage(), block.nbytes
+        storage, idle = block.storage, block.nbytes
         if storage.resizable():
             self._free[block.lane, block.tensor.device].append(storage)
         else:  # numpy shows it: it stays with whoever looks at it

@@ -236,22 +236,26 @@ _last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None
 
 
 def quantise_once(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
-    """:func:`quantise` of x [..., features], once for layers that read the same x one after another
-    (query, key and value): they save the same codes for backward."""
+    """:func:`quantise` of x [..., features], once for layers of one forward that read the same x
+    one after another (query, key and value): they save the same codes for backward. Who writes to x
+    between them by ways that autograd does not see (``x.data``, a collective in place, a kernel)
+    tells it, as torch asks: ``torch.autograd.graph.increment_version(x)``."""
     global _last
     if x.is_inference():  # has no version
         return quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
-    key, last = (x._version, rows, turned, rounding), _last
+    place = 0 if x.is_meta else x.data_ptr()  # another after ``x.data = ...``
+    key, last = (x._version, place, rows, turned, rounding), _last
     if last is not None and last[0]() is x and last[1] == key:
         return last[2]
     found = quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
-    _last = weakref.ref(x, _forget), key, found
+    _last = weakref.ref(x, forget), key, found
     return found
 
 
-def _forget(x: weakref.ref[Tensor]) -> None:
+def forget(x: weakref.ref[Tensor] | None = None) -> None:
+    """Forget the codes of the last x; or of ``x``, which is gone."""
     global _last
-    if _last is not None and _last[0] is x:
+    if _last is not None and (x is None or x is _last[0]):
         _last = None
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
-from shardwise.memory import CACHING
+from shardwise.memory import CACHING, Source
 from shardwise.memory import Block as Memory
 from shardwise.moe.coded import Coding, expert_codes
 from shardwise.precision import fp8_graphs
@@ -129,6 +129,16 @@ class GroupPlane(Gathered):
         device = self.memory.tensor.device
         self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
 
+    def acquire(self, source: Source) -> None:
+        if not self.memory.live:
+            self.memory.acquire(source)
+            self.memory.lend(self.shown)
+
+    @property
+    def shown(self) -> list[Tensor]:
+        """The views that kernels, and whoever asks for planes, were given."""
+        return [one for plane in self.views.values() for one in (plane.codes, plane.scales)]
+
     def copy_part(self, first: int, last: int, state: Any) -> None:
         """Keep what outer axes brought, or take it from there."""
         assert self.part is not None
@@ -148,7 +158,10 @@ class GroupPlane(Gathered):
         if found is None:
             starts = self.layout.starts
             size = starts[last] + self.layout.items[last].numel - starts[first]
+            memory, before = self.memory, self.memory.holders
             found = self.views[first, last] = self.view(first, 0, size)
+            if memory.own:  # scales of another dtype have a base
+                memory.own += memory.holders - before - 2
         return found
 
 
@@ -319,6 +332,10 @@ class FP8Group(Group):
         return self._stale(
             self.planes[block] for block in planes_of(self.format, phase, everything)
         )
+
+    def _is_kept(self, copy: Any, for_good: bool) -> bool:
+        """Whether somebody keeps codes or scales; autograd, which asks for them again, never."""
+        return bool(copy.memory.lent(copy.shown, references=1) > 0)  # a plane's
 
     def _copy_for(self, phase: Reads) -> GroupPlane | None:
         block = READS[self.format].get(phase)

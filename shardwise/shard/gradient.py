@@ -125,7 +125,10 @@ class Gradients:
         """The memory for one parameter's gradient in this microbatch, and whether it is
         undefined."""
         target = self._open_target()
-        return self._views_of(target)[index], self._open_fresh and index not in self._written
+        views = self._views_of(target)
+        if not target.block.own:
+            target.block.lend(views)
+        return views[index], self._open_fresh and index not in self._written
 
     def mark_written(self, index: int) -> None:
         """A kernel brings this parameter's gradient in this microbatch."""
@@ -213,11 +216,12 @@ class Gradients:
         if self.keep:
             self._wait()
             return
+        self._leave_to_holders(target)
         if target is self._partial and self.wire_dtype != target.dtype:
             self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
             self._packed.flat.copy_(target.flat)
-            target.block.release(CACHING)
+            self._release(target)
             target = self._packed
         fresh = last and self.main.fresh
         if last and fresh:
@@ -255,6 +259,23 @@ class Gradients:
         self.came = self.brought = [True] * len(grads)
         self.main.take(grads)
         return True
+
+    def _leave_to_holders(self, target: Buffer) -> None:
+        """Who has kept ``main_grad`` keeps this rank's own sum; what is reduced is a copy of it."""
+        if target is not self.main.buffer and self._is_kept(target):
+            mine = target.flat.detach()
+            target.block.leave()
+            target.flat.copy_(mine)
+
+    def _is_kept(self, buffer: Buffer) -> bool:
+        """Whether somebody keeps ``main_grad`` of a parameter."""
+        return bool(buffer.block.own) and buffer.block.lent(self._views_of(buffer)) > 0
+
+    def _release(self, buffer: Buffer) -> None:
+        """Give the memory back, or leave it to who keeps ``main_grad``."""
+        if buffer.block.live and self._is_kept(buffer):
+            buffer.block.leave()
+        buffer.block.release(self._source_of(buffer))
 
     def _is_exact(self, grad: Tensor | None) -> bool:
         """Whether this gradient has the values that the main gradient would have."""
@@ -385,7 +406,7 @@ class Gradients:
         def finish() -> None:
             self._in_flight = False
             if target is not self.main.buffer:
-                target.block.release(self._source_of(target))
+                self._release(target)
             if last:
                 if self.main.buffer is not None:
                     self.main.buffer.version.reading = None  # the compute lane has waited
@@ -439,7 +460,7 @@ class Gradients:
             parameter._added = False
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
-                buffer.block.release(self._source_of(buffer))
+                self._release(buffer)
         self._open, self._written, self._in_flight = None, set(), False
         self._wait_no_more()
 
@@ -457,7 +478,7 @@ class Gradients:
             if buffer is None or not buffer.block.live:
                 continue
             if not waiting:
-                buffer.block.release(self._source_of(buffer))
+                self._release(buffer)
             for index in sorted(dropped) if waiting else ():
                 buffer.view(index).zero_()
         if dropped and waiting:

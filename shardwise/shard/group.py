@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Beside, Buffer, Gathered, GatherPlan, Part
+from shardwise.holders import storage_of
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
@@ -36,6 +37,7 @@ from shardwise.notices import warn_once
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
+from shardwise.shard.call import in_checkpoint
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import Whole, WholeDTensor, WholeParameter, carry_attributes
@@ -50,7 +52,6 @@ class Group:
     label = ""  # what others call it in messages, once its unit has a name
     # Versions of the whole weights, and how often any was lent, when writes were last looked for.
     _versions: Sequence[int] = ()
-    _holders = 0  # of the memory of the whole weights, when they were first gathered there
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
@@ -194,7 +195,7 @@ class Group:
 
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``."""
-        self._plan, self._holders = None, 0
+        self._plan = None
         if not self.whole.flat.is_meta:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
@@ -317,7 +318,7 @@ class Group:
         with runtime.lanes.on("gather"):
             self._arrive()
             for copy in missing:
-                copy.memory.acquire(runtime.source if self.movable else CACHING)
+                copy.acquire(runtime.source if self.movable else CACHING)
             for parameter, view in zip(self.unsharded, self._views, strict=False):
                 parameter.show(view)
             rest = missing
@@ -376,7 +377,8 @@ class Group:
         """Make the whole weights usable by what the caller computes next."""
         if self.pending:
             self._arrive()
-            self._holders = self._holders or self.whole.block.holders
+            if not self.movable:
+                self.whole.block.lend()
             runtime.lanes.wait("compute", self._ready)
             self._ready = None
             if not self.offload:  # else the host has not waited
@@ -386,14 +388,15 @@ class Group:
             self._kept.filled, self._kept_in_use = None, False
 
     def release(self, runtime: Runtime, *, for_good: bool = False) -> None:
-        """Give the whole weights back, on the lane that allocated them, once compute has read them.
-        ``for_good``: no backward reads them; who has kept a view since the gather keeps them."""
+        """Give the whole weights back, on the lane that allocated them, once compute has read them;
+        who keeps a view keeps them. ``for_good``: no backward reads them: autograd counts too."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
-        if for_good and not self.movable and self.whole.block.holders > self._holders:
-            runtime.lanes.leave(self.whole.flat)
-            self.whole.block.leave()
+        for copy in self.copies:
+            if copy.memory.live and self._is_kept(copy, for_good):
+                runtime.lanes.leave(copy.memory.tensor)
+                copy.memory.leave()
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
             for copy in self.copies:
@@ -401,6 +404,17 @@ class Group:
                 copy.filled = None
         for parameter, gone in zip(self.unsharded, self._gone, strict=False):
             parameter.show_gone(gone)
+
+    def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
+        """Whether somebody keeps a view of the whole weights. What hooks for saved tensors keep
+        looks like others': nothing is looked for while there are any but a checkpoint's."""
+        memory, number = copy.memory, copy.memory.lent()
+        if for_good or number in memory.autograds:
+            return for_good and number > 0
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+        ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]
+        ours += [*self.unsharded, *(self._plan.views if self._plan else ())]
+        return (not hooked or in_checkpoint()) and memory.is_kept(number, set(map(id, ours)))
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
@@ -484,8 +498,3 @@ class Group:
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 _INDEX = attrgetter("cut.index")
 _WRITES = attrgetter("version")  # counts the writes to what a parameter at rest lies in
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, also where it has no elements: ranks must decide alike."""
-    return int(tensor.untyped_storage()._cdata)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.holders import count_references
 from shardwise.memory import CACHING, counted
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, ShardedTensor
@@ -131,9 +132,9 @@ class MainGrad:
         self._shown, self._locals, self._views = [], [], []
 
     def _count_references(self, main: Buffer) -> int:
-        """The number of references to the memory and to the tensors that show it, own views
-        excepted."""
-        found = main.block.holders - len(self._views)
+        """The number of references to the memory and to the tensors that show it, own ones to
+        ``views`` excepted."""
+        found = main.block.holders - len(self._views) + sum(count_references(self._views))
         return found + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
 
     def repaired(self) -> Buffer:

@@ -28,6 +28,7 @@ from shardwise.agreement import any_rank_in_step
 from shardwise.memory import CACHING, Source, TracePool, weakly
 from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
+from shardwise.precision import fp8_block
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import (
     Calls,
@@ -166,6 +167,7 @@ class Runtime:
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
+        fp8_block.forget()  # what is written between forwards need not be told
         refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import comm
+from shardwise.holders import storage_of
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.containers import look_into
-from shardwise.shard.group import Group, storage_of
+from shardwise.shard.group import Group
 from shardwise.shard.members import Members, refuse, refuse_swapped
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.whole_parameter import LOST, Whole

@@ -157,6 +157,11 @@ def test_layers_that_read_the_same_x_share_its_codes() -> None:
     assert all(map(torch.equal, seen, other))
     x.mul_(2.0)
     assert not torch.equal(layers(x)[0], seen[0])
+    x.data = x * 2.0
+    assert torch.equal(layers(x)[0], layers(x.clone())[0]), "other values under the same name"
+    x.data.mul_(2.0)
+    torch.autograd.graph.increment_version(x)
+    assert torch.equal(layers(x)[0], layers(x.clone())[0]), "torch was told of a write"
     del x, other
     assert fp8_block._last is None, "codes go with the tensor that they are of"
 
