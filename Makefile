@@ -11,6 +11,8 @@ TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 # More for the soak, for example `make soak SOAK_FLAGS="--kills 30 --steps 100"`.
 SOAK_FLAGS ?=
+# More for the fuzzer, for example `make fuzz FUZZ_FLAGS="--seconds 480 --jobs 7 --seeds 5000:99999"`.
+FUZZ_FLAGS ?=
 # Test files run at the same time; each worker has ranks of its own. One more than the two cores that
 # this is meant for: ranks wait for each other, and runs for the disk and for signals.
 WORKERS ?= 3
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 # Modules are compiled once, not by every worker, rank and command that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test lint format types contracts pytest docs wheel bench soak clean
+.PHONY: help train test lint format types contracts pytest docs wheel bench soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +34,7 @@ help:
 	@echo "make wheel      wheel and sdist in dist/, and a run of the wheel outside of the repository"
 	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
 	@echo "make soak       1,000 kills during saves, and a run of 2,000 steps killed again and again"
+	@echo "make fuzz       random training programs for a minute, against hand-averaged plain torch"
 	@echo "make clean      remove the virtual environment and caches"
 
 # An environment that somebody else made is completed, not replaced. Modules are compiled when they
@@ -93,6 +96,9 @@ bench: $(VENV)/.installed
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak $(SOAK_FLAGS)
+
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz --out build/found $(FUZZ_FLAGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

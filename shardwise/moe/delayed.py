@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.moe.weights import Pending
+from shardwise.moe.weights import Pending, will_come
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor_steps import on_zero_grad
 from shardwise.words import quoted
@@ -69,6 +69,9 @@ class DelayedGradients:
         return len(self._pending)
 
     def delay(self, gradients: Pending) -> None:
+        """Keep these for later, unless the backward that runs now is for chosen inputs alone."""
+        if self._anchor is not None and not will_come(self._anchor):
+            return
         self._pending.append(gradients)
         self._done = False
         if not _waiting:

@@ -175,8 +175,9 @@ class ExpertTensor:
         return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
 
     def gradients(self, write: WriteGradient) -> list[Tensor | None]:
-        """The gradients for autograd, one per parameter; None: frozen, or in ``main_grad``."""
-        if not self.trains:
+        """The gradients for autograd, one per parameter; None: frozen, or in ``main_grad``, or not
+        asked for (``torch.autograd.grad`` of the inputs alone)."""
+        if not any(map(will_come, self._trained)):
             return [None] * len(self.parameters)
         if self.has_main_grad:
             self.write_main_grads(write, set())
@@ -315,6 +316,16 @@ def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:
     if isinstance(parameter, QuantisedParameter):
         return parameter.quantised.operand(phase)
     return parameter.detach()
+
+
+def will_come(leaf: Tensor) -> bool:
+    """Whether the backward that runs now is for the gradient of this leaf, too."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # torch.autograd.grad, for this very leaf
+        return True
 
 
 def _offers_main_grad(parameter: Tensor) -> bool:

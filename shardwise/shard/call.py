@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.moe import weights
 from shardwise.shard.containers import Swaps, look_into, map_tensors, put_back
 from shardwise.shard.members import refuse_side_way
 from shardwise.shard.whole_parameter import Whole
@@ -307,21 +308,11 @@ def engine_on_stack(frame: Any) -> Any:
 
 def will_come(*leaves: Tensor) -> bool:
     """Whether the backward that runs now computes the gradients of parameters, or has them computed
-    later."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-        return all(map(_will_come, leaves))
-
-
-def _will_come(leaf: Tensor) -> bool:
-    if getattr(leaf, "delayed", False):
-        return True
-    if not leaf.requires_grad:  # frozen since forward
-        return False
-    node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
-    except RuntimeError:  # torch.autograd.grad, for this very parameter
-        return True
+    later; not of those that were frozen since forward."""
+    return all(
+        getattr(leaf, "delayed", False) or (leaf.requires_grad and weights.will_come(leaf))
+        for leaf in leaves
+    )
 
 
 def recomputes_inside(unit: Unit) -> bool:

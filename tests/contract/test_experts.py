@@ -397,6 +397,30 @@ def test_a_penalty_adds_to_the_gradients_that_kernels_bring(
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
 
+@pytest.mark.parametrize("wrapper", ["plain", "zero3", "data_parallel"])
+@pytest.mark.parametrize("delay", [False, True])
+@on_ranks(2)
+def test_gradients_of_inputs_leave_the_experts_gradients_alone(
+    rank: int, world_size: int, delay: bool, wrapper: str
+) -> None:
+    net, plain = delayed_net(wrapper, world_size), Delayed(False)
+    net.experts.delay_weight_gradient = delay
+    for step in range(2):
+        x = rows(rank + 2 * step).requires_grad_()
+        loss = net(x)
+        ours = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        assert torch.equal(ours, torch.autograd.grad(plain(x), x)[0])
+        net.experts.backward_dw()
+        assert step or all(parameter.grad is None for parameter in net.parameters())
+        loss.backward()
+        net.experts.backward_dw()
+        for each in [rank] if wrapper == "plain" else range(world_size):
+            (plain(rows(each + 2 * step)) / (1 if wrapper == "plain" else world_size)).backward()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            got = one.grad if wrapper == "plain" else one.grad.full_tensor()
+            torch.testing.assert_close(got, other.grad)
+
+
 def in_exchange(rank: int, world_size: int, unit: str) -> str:
     """Under torch's own wrapper, inside a unit that ends after the exchange, nothing is late."""
     mesh = mesh_of(world_size)

@@ -231,13 +231,33 @@ def test_z_is_given_back_before_the_gradients_of_the_first_linear() -> None:
     mlp.choice.chosen = "grouped_mm", Watching()
     x, p, dy = data(UNEVEN)
     y = mlp(x, ends_of(UNEVEN), p)
-    first = torch.autograd.grad(y, [x, p, mlp.fc1.weight], dy, retain_graph=True)
-    second = torch.autograd.grad(y, [x, p, mlp.fc1.weight], dy)
+    asked = [x, p, mlp.fc1.weight, mlp.fc2.weight]
+    first = torch.autograd.grad(y, asked, dy, retain_graph=True)
+    second = torch.autograd.grad(y, asked, dy)
     assert seen == [False, False, True, True]
     assert all(map(torch.equal, first, second))
 
 
 # ------------------------------------------------------------------------------ where grads go
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_of_inputs_alone_leave_main_grad_as_it_is(layout: Any, delay: bool) -> None:
+    mlp = make(weight_layout=layout, bias=True, delay_weight_gradient=delay)
+    for parameter in mlp.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    x, p, dy = data(UNEVEN)
+    y = mlp(x, ends_of(UNEVEN), p)
+    torch.autograd.grad(y, [x, p], dy, retain_graph=True)
+    mlp.backward_dw()
+    assert all(parameter.main_grad.abs().max() == 0 for parameter in mlp.parameters())
+    y.backward(dy)
+    mlp.backward_dw()
+    plain = make(weight_layout=layout, bias=True)
+    plain(x, ends_of(UNEVEN), p).backward(dy)
+    for ours, theirs in zip(mlp.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, theirs.grad)
 
 
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A random training program as data (JSON): a tree of small modules, how it is wrapped, and ops.
+
+    {"ranks": 2, "dtype": "float64", "tree": {"kind": "seq", "parts": [...], "calls": [[0, 1]]},
+     "wrap": {"how": "fully_shard", "strategy": "zero3", "units": [["0"], [""]], ...},
+     "optimizer": "adamw", "ops": [{"op": "forward", "slot": 0}, {"op": "backward", ...}, ...]}
+
+Every module takes (x [rows, width], tokens [rows]) and returns x, or a container with it: any tree
+of them runs. ``build`` makes the modules of a program, ``draw.py`` draws one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.moe import MixtureOfExperts, Routing, swiglu
+
+Program = dict[str, Any]
+WORDS, ROWS = 11, 5
+
+
+class FuzzError(Exception):
+    """Raised by a program on purpose, and caught by it."""
+
+
+@dataclass
+class Context:
+    """What the modules of one model share: where the program stands, and casts of a reference."""
+
+    step: int = 0
+    rank: int = 0
+    cast: torch.dtype | None = None  # of weights, where no library does it
+    bombs: set[str] = field(default_factory=set)  # "forward" or "backward"
+
+    def weight(self, value: Tensor | None) -> Tensor | None:
+        return value if value is None or self.cast is None else value.to(self.cast)
+
+
+class Both(NamedTuple):
+    main: Tensor
+    aux: Tensor
+
+
+class Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise FuzzError("backward")
+
+
+class Node(nn.Module):
+    """A module of the tree; ``spec`` is its part of the program."""
+
+    def __init__(self, spec: dict[str, Any], width: int, context: Context) -> None:
+        super().__init__()
+        self.spec, self.context = spec, context
+        kind, bias = spec["kind"], spec.get("bias", True)
+        if kind == "linear":
+            self.fc = nn.Linear(width, width, bias)
+        elif kind == "mlp":
+            inner = 2 * width
+            self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        elif kind == "norm":
+            self.norm = nn.LayerNorm(width)
+        elif kind == "embed":
+            self.table = nn.Embedding(WORDS, width)
+        elif kind == "scale":
+            self.gain = nn.Parameter(torch.ones(width) + 0.1 * torch.randn(width))
+            self.shift = nn.Parameter(torch.randn(()))
+        elif kind == "lora":
+            self.fc = nn.Linear(width, width).requires_grad_(False)
+            self.a = nn.Parameter(0.3 * torch.randn(3, width))
+            self.b = nn.Parameter(0.3 * torch.randn(width, 3))
+        elif kind == "buffer":
+            self.register_buffer("count", torch.zeros((), dtype=torch.float32))
+        elif kind == "moe":
+            self.moe = MixtureOfExperts(
+                Routing(num_experts=4, experts_per_token=2), width, width, activation=swiglu()
+            )
+            for parameter in self.moe.parameters():
+                nn.init.normal_(parameter, std=0.4)
+        self.parts = nn.ModuleList(Node(part, width, context) for part in spec.get("parts", ()))
+
+    def linear(self, fc: nn.Linear, x: Tensor) -> Tensor:
+        if self.context.cast is None:
+            return fc(x)
+        return F.linear(x, self.context.weight(fc.weight), self.context.weight(fc.bias))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+        y = getattr(self, self.spec["kind"] + "_")(x, tokens)
+        match self.spec.get("returns"):
+            case "tuple":
+                return y, [None, y * 0.5]
+            case "dict":
+                return {"main": y, "aux": {"half": y * 0.5}}
+            case "named":
+                return Both(y, y * 0.5)
+        return y
+
+    def linear_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.fc, x))
+
+    def mlp_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.linear(self.down, F.gelu(self.linear(self.up, x)))
+
+    def norm_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weight = self.context.weight
+        return F.layer_norm(x, x.shape[-1:], weight(self.norm.weight), weight(self.norm.bias))
+
+    def embed_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + F.embedding(tokens, self.context.weight(self.table.weight))
+
+    def scale_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x * self.context.weight(self.gain) + self.context.weight(self.shift)
+
+    def lora_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        low = F.linear(x, self.context.weight(self.a))
+        return torch.tanh(self.linear(self.fc, x) + F.linear(low, self.context.weight(self.b)))
+
+    def buffer_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.count.add_(1)
+        return x * (1 + 0.01 * self.count)
+
+    def moe_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.moe(x)[0]
+
+    def empty_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def bomb_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if "forward" in self.context.bombs:
+            raise FuzzError("forward")
+        return Raise.apply(x) if "backward" in self.context.bombs else x * 1.0
+
+    def peek_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Reads a weight of a child without calling the child."""
+        weights = [
+            p for p in self.parts[0].parameters() if p.dim() == 2 and p.shape[1] == x.shape[1]
+        ]
+        y = first(self.parts[0](x, tokens)) if self.spec.get("calls_too", True) else x
+        return y + (F.linear(y, self.context.weight(weights[0])).mean(1, True) if weights else 0)
+
+    def seq_(self, x: Tensor, tokens: Tensor) -> Tensor:
+        calls = self.spec["calls"]
+        index = self.context.step + (self.context.rank if self.spec.get("by_rank") else 0)
+        y = x
+        for number in calls[index % len(calls)]:
+            y = self.call(self.parts[number % len(self.parts)], y, tokens) if self.parts else y
+        return y + x if self.spec.get("residual") else y
+
+    def call(self, part: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
+        how = part.spec.get("checkpoint")
+        if how is None or not torch.is_grad_enabled():
+            return first(part(x, tokens))
+        return first(checkpoint(part, x, tokens, use_reentrant=how == "reentrant"))
+
+
+def first(value: Any) -> Tensor:
+    """The tensor of a container, with what stands beside it."""
+    if isinstance(value, Both):
+        return value.main + value.aux
+    if isinstance(value, tuple):
+        return value[0] + value[1][1]
+    if isinstance(value, dict):
+        return value["main"] + value["aux"]["half"]
+    return value
+
+
+def walk(spec: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path of the module, its part of the program), outer before inner."""
+    yield path, spec
+    for number, part in enumerate(spec.get("parts", ())):
+        yield from walk(part, f"{path}.parts.{number}".lstrip("."))
+
+
+def build(program: Program, context: Context) -> Node:
+    """The modules of a program, with the same values wherever they are built."""
+    torch.manual_seed(program["seed"])
+    dtype = getattr(torch, program["dtype"])
+    model = Node(program["tree"], program["width"], context).to(dtype)
+    tied = None
+    for path, spec in walk(program["tree"]):
+        module = model.get_submodule(path)
+        if spec.get("tied") and spec["kind"] == "linear":
+            if tied is not None:
+                module.fc.weight = tied
+            tied = module.fc.weight
+        if spec.get("frozen"):
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+    return model
