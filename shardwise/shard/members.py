@@ -157,6 +157,26 @@ def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
+EMPTY = "_shardwise_empty"  # of memory that to_empty made: its state, which any write changes
+
+
+def warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of parameters and buffers that ``to_empty`` made and nothing has written."""
+    groups = [one for unit in units for one in unit.groups if one.main.flat.numel()]
+    empty = [one for one in groups if getattr(one.main.flat, EMPTY, None) == one.main.state]
+    names = [item.name for one in empty for item in one.items]
+    named = [(name, one) for name, one in model.named_buffers() if hasattr(one, EMPTY)]
+    names += [name for name, one in named if one._version == getattr(one, EMPTY)]
+    if names:
+        warn_once(
+            logger,
+            "%s hold whatever was in memory: to_empty() made them and nothing has written them "
+            "since. Initialise or load them before the first forward (a state dict has no "
+            "persistent=False buffers; sw.mark_written tells of writes that torch cannot see)",
+            quoted(names),
+        )
+
+
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
     """Raise for an optimizer that was built before wrapping: its tensors left the model."""
     alive = {

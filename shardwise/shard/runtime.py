@@ -42,6 +42,7 @@ from shardwise.shard.members import (
     check_first_forward,
     refuse_ddp,
     stray_gradients,
+    warn_of_empty,
     warn_of_heads,
 )
 from shardwise.shard.order import Order
@@ -143,6 +144,7 @@ class Runtime:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
         warn_of_heads(root, list(units))
+        warn_of_empty(root, list(units))
         groups = [group for inner in units for group in inner.groups]
         same_over_tiles(groups)
         runtime = Runtime(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import unittest
 from typing import Any
 
 import pytest
@@ -212,3 +214,36 @@ def test_modules_may_be_materialised_one_by_one(rank: int, world_size: int, stra
             module.reset_parameters()
     assert_parameters_equal(net, plain, tolerance=0.0)
     check_backward(net, plain, word_loss, rank, world_size)
+
+
+class Turned(Net):
+    """A model with a table that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(10.0), persistent=False)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@pytest.mark.parametrize("made", ["nothing", "loaded", "all", "marked"])
+@on_ranks(2, fresh=True)
+def test_values_that_nothing_has_written_since_to_empty_are_told_of(
+    rank: int, world_size: int, made: str, strategy: str
+) -> None:
+    with torch.device("meta"):
+        net = Turned()
+    wrap(net, world_size, strategy)
+    net.to_empty(device="cpu")
+    if made == "marked":
+        sw.mark_written(net)
+    elif made != "nothing":
+        net.load_state_dict(Turned().state_dict())
+    if made in ("all", "marked"):
+        net.table = torch.arange(10.0) if made == "all" else net.table.copy_(torch.arange(10.0))
+    with unittest.TestCase().assertLogs("shardwise.shard.members", "WARNING") as heard:
+        logging.getLogger("shardwise.shard.members").warning("-")
+        net(words(rank))
+    told = [line for line in heard.output if "nothing has written them" in line]
+    assert len(told) == (rank == 0 and made in ("nothing", "loaded")), heard.output
+    assert not told or "'table'" in told[0] or made == "nothing", told
+    assert not told or ("weight'" in told[0]) == (made == "nothing"), told
