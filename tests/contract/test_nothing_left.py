@@ -99,7 +99,10 @@ def cases(number: int) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
 def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
     options = options_for(strategy, world_size) | {"unused_parameters": unused}
     compared = 0
-    for kinds, order in cases(12):
+    named, others = cases(12)[:4], cases(12)[4:]
+    # Each of the others is tried by every second strategy: on one axis, on two, and with "none".
+    half = list(STRATEGIES).index(strategy) + (unused == "none")
+    for kinds, order in named + others[half % 2 :: 2]:
         case = f"{kinds} in order {order}"
         net, plain = pair(lambda kinds=kinds, order=order: Mixed(kinds, order))
         wrap_parts(net, options)
@@ -124,7 +127,7 @@ def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
 )
 def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) -> None:
     compared = run_ranks(nothing_left, ranks_for(strategy), strategy, unused)
-    assert min(compared) > 60
+    assert min(compared) > 40
 
 
 # ------------------------------------------------------------------------- the check is total
