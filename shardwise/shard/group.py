@@ -396,7 +396,8 @@ class Group:
         for copy in self.copies:
             if copy.memory.live and self._is_kept(copy, for_good):
                 runtime.lanes.leave(copy.memory.tensor)
-                copy.memory.leave()
+                with runtime.lanes.on("gather" if self.movable else "compute"):  # a pool's stays
+                    copy.memory.leave()
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
             for copy in self.copies:
@@ -495,6 +496,5 @@ class Group:
         return any(parameter.requires_grad for parameter in self.unsharded)
 
 
-_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
-_INDEX = attrgetter("cut.index")
+_REQUIRES_GRAD, _VERSION, _INDEX = map(attrgetter, ("requires_grad", "_version", "cut.index"))
 _WRITES = attrgetter("version")  # counts the writes to what a parameter at rest lies in

@@ -19,7 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import holders, memory
 from shardwise.shard.module import unit_of
-from tests.contract.helpers import STRATEGIES, WIDTH, options_for, ranks_for, vectors
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Net,
+    options_for,
+    ranks_for,
+    vectors,
+    word_loss,
+)
+from tests.contract.helpers import wrap as wrap_net
 from tests.ranks import on_ranks, run_ranks
 
 Keep = Callable[[Tensor], object]
@@ -386,3 +395,53 @@ def test_inputs_written_between_forwards_are_read_anew(rank: int, world_size: in
             net(x)
             x.data.copy_(vectors(rank, 1, 128))
             assert torch.equal(net(x), net(x.clone()))
+
+
+# ------------------------------------------------------------------------------ at rest
+
+AT_REST: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "gradients": lambda net, opt: [p.grad for p in net.parameters()],
+    "pieces of gradients": lambda net, opt: [p.grad.to_local() for p in net.parameters()],
+    "rows of gradients": lambda net, opt: [p.grad.to_local()[:1] for p in net.parameters()],
+    "whole gradients": lambda net, opt: [p.grad.full_tensor() for p in net.parameters()],
+}
+ALIVE: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "pieces of weights": lambda net, opt: [p.to_local() for p in net.parameters()],
+    "a state dict": lambda net, opt: list(net.state_dict().values()),
+    "states": lambda net, opt: [
+        one for state in opt.state.values() for one in state.values() if isinstance(one, Tensor)
+    ],
+}
+
+
+@pytest.mark.parametrize("matrix", [None, sw.muon(lr=0.02)], ids=["adamw", "muon"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_what_is_at_rest(rank: int, world_size: int, strategy: str, matrix: Any) -> None:
+    """Gradients stay what they were when they were dropped; weights and states are today's, and
+    what ``.to()`` has left behind stays too."""
+    net = wrap_net(Net(), world_size, strategy)
+    opt = sw.optimizer(net, matrix=matrix, elementwise=sw.adamw(lr=1e-3))
+    dropped: list[tuple[Any, Tensor]] = []
+    alive: list[tuple[str, list[Any]]] = []
+    for step in range(3):
+        word_loss(net, rank, step).backward()
+        for find in AT_REST.values():
+            dropped += [(one, local(one).clone()) for one in find(net, opt)]
+        opt.step()
+        opt.zero_grad()
+        alive += [(name, find(net, opt)) for name, find in ALIVE.items()]
+        assert all(torch.equal(local(one), then) for one, then in dropped), f"step {step}"
+        for name, kept in alive:
+            pairs = zip(kept, ALIVE[name](net, opt), strict=True)
+            assert all(torch.equal(local(one), local(now)) for one, now in pairs), f"{name}, {step}"
+    pieces = alive[0][1]
+    then = [one.clone() for one in pieces]
+    net.to(torch.float64)
+    word_loss(net, rank)
+    assert all(map(torch.equal, pieces, then))
+    assert all(torch.equal(local(one), then) for one, then in dropped)
+
+
+def local(one: Any) -> Tensor:
+    return one.to_local() if hasattr(one, "to_local") else one  # type: ignore[no-any-return]
