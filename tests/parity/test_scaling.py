@@ -80,8 +80,10 @@ def test_gradients_are_divided_once_under_hand_written_placements(
         model = make_sharded(one, world_size)
         for unit in (model, *model.layers):
             unit.set_gradient_divide_factor(5.0)
-        accumulate(model, rank, world_size, 3)
-        assert_gradients(model, world_size, 3, 5.0)
+        for microbatches in (1, 3):
+            accumulate(model, rank, world_size, microbatches)
+            assert_gradients(model, world_size, microbatches, 5.0)
+            model.zero_grad()
     assert len(placements) == 12
 
 

@@ -76,7 +76,7 @@ def test_every_byte_is_in_one_part(sizes: list[int], fraction: float) -> None:
     assert sum(len(one.data) for one in train) > 0
 
 
-def test_documents_are_held_out_whole_and_whatever_comes_beside_them() -> None:
+def test_documents_are_held_out_whole_and_a_long_one_gives_its_end_at_a_line() -> None:
     documents = [Document(f"{i}.py", SENTENCE * 10) for i in range(200)]
     train, held = hold_out(documents, 0.05)
     assert len(held) == 10 and len(train) == 190
@@ -84,9 +84,6 @@ def test_documents_are_held_out_whole_and_whatever_comes_beside_them() -> None:
     names = {one.name for one in held}
     assert len(names & {one.name for one in hold_out(more, 0.05)[1]}) >= 9
     assert hold_out(documents[::-1], 0.05)[1] == held[::-1]  # the order of files does not matter
-
-
-def test_one_long_document_gives_its_end_at_a_line() -> None:
     document = Document("book", SENTENCE * 1000)
     (head,), (tail,) = hold_out([document], 0.05)
     assert head.data + tail.data == document.data
@@ -126,9 +123,6 @@ def test_the_standard_library_is_a_corpus(stdlib: Corpus) -> None:
     assert not any("/test/" in name or "site-packages" in name for name in names)
     # Held out by file: the end-of-document token parts what was trained on from what was not.
     assert stdlib.held_out[-1] == stdlib.train[-1] == 256
-
-
-def test_references_order_as_they_must(stdlib: Corpus) -> None:
     found = references_of(stdlib)
     assert 8 > found["unigram"] > found["bigram"] > found["zlib"] > 1
     assert found["unigram"] - found["bigram"] > 0.5

@@ -331,18 +331,14 @@ def mlp_products(mlp: GroupedMLP) -> Any:
     return mlp.choice.chosen[1]
 
 
-def test_delayed_gradients_reach_weights_though_the_rows_need_none() -> None:
-    mlp = make(delay_weight_gradient=True)
+def test_weights_get_delayed_gradients_though_rows_need_none_and_frozen_ones_get_none() -> None:
     x, p, dy = data(UNEVEN)
+    mlp = make(delay_weight_gradient=True)
     mlp(x.detach(), ends_of(UNEVEN), p.detach()).backward(dy)
     mlp.backward_dw()
     assert all(q.grad is not None and q.grad.any() for q in mlp.parameters())
-
-
-def test_frozen_experts_get_no_gradient() -> None:
     mlp = make(weight_layout="indexed")
     mlp.fc1.weight2.requires_grad_(False)
-    x, p, dy = data(UNEVEN)
     mlp(x, ends_of(UNEVEN), p).backward(dy)
     assert mlp.fc1.weight2.grad is None and mlp.fc1.weight0.grad is not None
 

@@ -487,16 +487,13 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_ticks_are_round_and_inside() -> None:
+def test_ticks_are_round_positions_keep_their_gap_and_scales_their_contrast() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0, 96 * 2**20, base=2) == [n * 2**25 for n in range(4)]
     assert ticks(3, 3) == [3]
     for low, high in ((0.0013, 0.0192), (-5, 7), (1e9, 3e9), (0, 0.3)):
         found = ticks(low, high)
         assert 2 <= len(found) <= 8 and low <= found[0] and found[-1] <= high * 1.000001
-
-
-def test_positions_keep_their_gap_and_order_and_scales_their_contrast() -> None:
     assert spread([10, 11, 12, 90], 15, 0, 100) == [10, 25, 40, 90]
     assert spread([95, 96], 10, 0, 100) == [90, 100]
     assert Scale(0, 10, 100, 200)(5) == 150 and Scale(3, 3, 0, 10)(3) == 5
