@@ -336,22 +336,19 @@ class Gradients:
                 link = runtime.reduce_axis(self.ranks.axes[axis])
                 divisor = divisors[position]
                 on_wire = None if self.sum_only else divisor
-                if not scatter:
-                    if self.main.divisions:  # some go to one replica alone
-                        yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
-                    else:
-                        yield comm.all_reduce(current, link, divisor=on_wire)
-                    if self.sum_only and divisor is not None:
-                        current.div_(divisor)
-                    continue
-                out = current.view(link.size, -1)[link.rank]  # in place, where it need not go on
-                if position == len(planned) - 1 and fresh and main is not None:
-                    like_main = main.dtype == out.dtype and main.flat.device == out.device
-                    out = main.flat if like_main else out
-                yield comm.reduce_scatter(out, current, link, divisor=on_wire)
+                if scatter:
+                    # In place, where it need not go on.
+                    whole, current = current, current.view(link.size, -1)[link.rank]
+                    if position == len(planned) - 1 and fresh and main is not None:
+                        alike = (main.dtype, main.flat.device) == (current.dtype, current.device)
+                        current = main.flat if alike else current
+                    yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
+                elif self.main.divisions:  # some go to one replica alone
+                    yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
+                else:
+                    yield comm.all_reduce(current, link, divisor=on_wire)
                 if self.sum_only and divisor is not None:
-                    out.div_(divisor)
-                current = out
+                    current.div_(divisor)
         with lanes.on(lane):  # type: ignore[arg-type]
             if inner_live and last:
                 current = self._join_inner(current)
