@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
+from shardwise.shard.group import Group
 from shardwise.shard.whole_parameter import carry_attributes
-
-if TYPE_CHECKING:
-    from shardwise.shard.group import Group
 
 logger = logging.getLogger(__name__)
 
