@@ -143,9 +143,9 @@ class Wrapping:
         values: dict[int, Tensor] = {}
         for home, over in self.ranks.items():
             chosen = [position for position, other in enumerate(self.homes) if other == home]
-            found = [self.found[position] for position in chosen]
+            named = [(self.found[position].name, self.found[position].local) for position in chosen]
             beside = self.buffers if home == self.mesh else []
-            same = same_values(found, over, self.device, beside)
+            same = same_values(named, over, self.device, beside)
             values.update(zip(chosen, same, strict=True))
         tiles = [tile_of(one.parameter, at) for one, at in zip(self.found, self.homes, strict=True)]
         groups: list[Group] = []

@@ -264,26 +264,6 @@ def reaches_all_leaves() -> bool:
     return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
 
 
-def in_checkpoint() -> bool:
-    """Whether what runs now will run once more in backward: torch's checkpoint is around it, the
-    one that is not reentrant. It packs what autograd saves; others who do so recompute nothing."""
-    return _packed_by(torch.utils.checkpoint._checkpoint_hook)
-
-
-def in_recomputation() -> bool:
-    """Whether such a checkpoint runs forward once more, for what autograd saved: no gradient will
-    come to the outputs."""
-    return _packed_by(torch.utils.checkpoint._recomputation_hook)
-
-
-def _packed_by(hooks: type) -> bool:
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    if found is None:
-        return False
-    pack = found[0]  # defined in the constructor of the hooks
-    return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)
-
-
 def calls_on_stack(modules: Sequence[nn.Module], frame: Any = None) -> int:
     """How many calls of these modules run now, by Python's own stack (this thread's, or that which
     ends in ``frame``). Walks all of it: for rare cases."""

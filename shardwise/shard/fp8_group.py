@@ -50,7 +50,7 @@ from shardwise.precision.fp8 import (
 )
 from shardwise.precision.fp8_products import Matmul, Native
 from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, FP8Tensor, Reads, restored
-from shardwise.shard.call import in_checkpoint
+from shardwise.shard.flow import Flow, in_checkpoint
 from shardwise.shard.formats import (
     one_scale_each,
     plane_bytes,
@@ -61,7 +61,6 @@ from shardwise.shard.formats import (
 )
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.group import Group
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 
 
@@ -303,7 +302,7 @@ class FP8Group(Group):
             mine = self.main.gather_steps(self.whole)[self._outer][1]
             for plane in self.planes.values():
                 plane.make_part(*mine)
-        self._runtime: Runtime | None = None
+        self._runtime: Flow | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
         weight = FP8Weight(weakref.ref(self), index)
@@ -341,11 +340,11 @@ class FP8Group(Group):
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
-    def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
+    def gather(self, runtime: Flow, phase: Reads = "forward") -> None:
         self._runtime = runtime
         super().gather(runtime, phase)
 
-    def _bring(self, copies: Sequence[Gathered], runtime: Runtime) -> list[comm.Pending]:
+    def _bring(self, copies: Sequence[Gathered], runtime: Flow) -> list[comm.Pending]:
         planes = [plane for plane in self.planes.values() if plane in copies]
         if self.direct:
             return self._gather_codes(planes)
@@ -374,7 +373,7 @@ class FP8Group(Group):
             ]
         return gathers
 
-    def _gather_staged(self, planes: Sequence[GroupPlane], runtime: Runtime) -> None:
+    def _gather_staged(self, planes: Sequence[GroupPlane], runtime: Flow) -> None:
         """Gather bf16 into scratch that lives until this function returns, then encode."""
         self.whole.block.acquire(runtime.source)
         for pending in super()._bring(planes, runtime):

@@ -34,8 +34,8 @@ from shardwise.buffer import Buffer
 from shardwise.lockstep import SETTINGS
 from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, steps
+from shardwise.shard.flow import Flow
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import AUTOGRADS
 from shardwise.tensor import UNREDUCED, ShardedTensor
 
@@ -202,7 +202,7 @@ class Gradients:
 
     # ------------------------------------------------------------------ one microbatch
 
-    def reduce(self, runtime: Runtime) -> None:
+    def reduce(self, runtime: Flow) -> None:
         """Take the gradients of this microbatch as far as ``begin`` said."""
         # Room first: this one's buffer and those in flight are never more than the limit.
         runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
@@ -314,7 +314,7 @@ class Gradients:
             combine(into, values)
 
     def _reduction(
-        self, runtime: Runtime, target: Buffer, last: bool, fresh: bool
+        self, runtime: Flow, target: Buffer, last: bool, fresh: bool
     ) -> Iterator[comm.Pending]:
         """Issue the collectives one after another; the caller waits between them."""
         lanes = runtime.lanes
@@ -336,22 +336,19 @@ class Gradients:
                 link = runtime.reduce_axis(self.ranks.axes[axis])
                 divisor = divisors[position]
                 on_wire = None if self.sum_only else divisor
-                if not scatter:
-                    if self.main.divisions:  # some go to one replica alone
-                        yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
-                    else:
-                        yield comm.all_reduce(current, link, divisor=on_wire)
-                    if self.sum_only and divisor is not None:
-                        current.div_(divisor)
-                    continue
-                out = current.view(link.size, -1)[link.rank]  # in place, where it need not go on
-                if position == len(planned) - 1 and fresh and main is not None:
-                    like_main = main.dtype == out.dtype and main.flat.device == out.device
-                    out = main.flat if like_main else out
-                yield comm.reduce_scatter(out, current, link, divisor=on_wire)
+                if scatter:
+                    # In place, where it need not go on.
+                    whole, current = current, current.view(link.size, -1)[link.rank]
+                    if position == len(planned) - 1 and fresh and main is not None:
+                        alike = (main.dtype, main.flat.device) == (current.dtype, current.device)
+                        current = main.flat if alike else current
+                    yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
+                elif self.main.divisions:  # some go to one replica alone
+                    yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
+                else:
+                    yield comm.all_reduce(current, link, divisor=on_wire)
                 if self.sum_only and divisor is not None:
-                    out.div_(divisor)
-                current = out
+                    current.div_(divisor)
         with lanes.on(lane):  # type: ignore[arg-type]
             if inner_live and last:
                 current = self._join_inner(current)
@@ -399,7 +396,7 @@ class Gradients:
         else:
             into.add_(value.to(into.device))
 
-    def _finish(self, runtime: Runtime, target: Buffer, last: bool) -> Callable[[], None]:
+    def _finish(self, runtime: Flow, target: Buffer, last: bool) -> Callable[[], None]:
         """The function that runs once the reduction is done and the compute lane has waited for
         it."""
 
@@ -417,7 +414,7 @@ class Gradients:
 
         return finish
 
-    def _publish(self, runtime: Runtime) -> None:
+    def _publish(self, runtime: Flow) -> None:
         hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
         if hooked:
             runtime.wait_on_host()  # hooks may read the gradients on the host

@@ -37,9 +37,8 @@ from shardwise.notices import warn_once
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
-from shardwise.shard.call import in_checkpoint
+from shardwise.shard.flow import Flow, in_checkpoint
 from shardwise.shard.gradient import Gradients
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import Whole, WholeDTensor, WholeParameter, carry_attributes
 from shardwise.tile import Tile
 
@@ -297,7 +296,7 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return bool(self._gathers) or self._ready is not None
 
-    def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
+    def gather(self, runtime: Flow, phase: Reads = "forward") -> None:
         """Begin to gather what ``phase`` reads, unless it is there. :meth:`wait` ends it."""
         self._gather(self._missing(phase), runtime)
 
@@ -309,7 +308,7 @@ class Group:
         state = self.main.state
         return [copy for copy in copies if not copy.memory.live or copy.filled != state]
 
-    def _gather(self, missing: Sequence[Gathered], runtime: Runtime) -> None:
+    def _gather(self, missing: Sequence[Gathered], runtime: Flow) -> None:
         if not missing:
             return
         self._prepare(runtime)
@@ -335,7 +334,7 @@ class Group:
             copy.filled = state
         self._issued(runtime)
 
-    def _bring(self, copies: Sequence[Gathered], runtime: Runtime) -> list[comm.Pending]:
+    def _bring(self, copies: Sequence[Gathered], runtime: Flow) -> list[comm.Pending]:
         """Issue the collectives that fill ``copies`` from main."""
         source = self._source()
         if self._plan is None:
@@ -346,14 +345,14 @@ class Group:
         """The copy that ``phase`` reads."""
         return self.copies[0]
 
-    def _prepare(self, runtime: Runtime) -> None:
+    def _prepare(self, runtime: Flow) -> None:
         """Make the gather lane wait for whoever wrote main last."""
         state = self.main.state
         if self.awaited != state:
             runtime.lanes.join("gather", "compute")
             self.awaited = state
 
-    def _issued(self, runtime: Runtime) -> None:
+    def _issued(self, runtime: Flow) -> None:
         """A gather was issued: who computes with the whole weights, or writes main, waits for it.
         The host writes offloaded weights, and waits itself."""
         lanes = runtime.lanes
@@ -373,7 +372,7 @@ class Group:
                 copy.filled = None
             raise
 
-    def wait(self, runtime: Runtime) -> None:
+    def wait(self, runtime: Flow) -> None:
         """Make the whole weights usable by what the caller computes next."""
         if self.pending:
             self._arrive()
@@ -387,7 +386,7 @@ class Group:
             self._kept.memory.release(runtime.source)
             self._kept.filled, self._kept_in_use = None, False
 
-    def release(self, runtime: Runtime, *, for_good: bool = False) -> None:
+    def release(self, runtime: Flow, *, for_good: bool = False) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read them;
         who keeps a view keeps them. ``for_good``: no backward reads them: autograd counts too."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
@@ -417,7 +416,7 @@ class Group:
         ours += [*self.unsharded, *(self._plan.views if self._plan else ())]
         return (not hooked or in_checkpoint()) and memory.is_kept(number, set(map(id, ours)))
 
-    def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
+    def keep_part(self, runtime: Flow, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
         them again. A copy that forward did not read is gathered here, while forward goes on."""
         copy = self._copy_for("backward")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,25 +13,22 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
+from shardwise.shard.group import Group
 from shardwise.shard.whole_parameter import carry_attributes
-
-if TYPE_CHECKING:
-    from shardwise.shard.group import Group
-    from shardwise.shard.wrapping import Found
 
 logger = logging.getLogger(__name__)
 
 
 def same_values(
-    found: Sequence[Found],
+    parameters: Sequence[tuple[str, Tensor]],
     ranks: Ranks,
     device: torch.device,
     buffers: Sequence[tuple[str, Tensor]] = (),
 ) -> list[Tensor]:
     """The values of parameters that are to be wrapped, the same on every data-parallel rank.
     Buffers are made the same in place."""
-    names, values = [f.name for f in found], [f.local for f in found]
-    names, values = names + [name for name, _ in buffers], values + [one for _, one in buffers]
+    named = [*parameters, *buffers]
+    names, values = [name for name, _ in named], [value for _, value in named]
     sums: Sequence[int] = [checksum(value) for value in values]
     for axis in ranks.axes:
         differing, sums = _compare(names, sums, axis)
@@ -40,12 +36,12 @@ def same_values(
             original = values[position]
             value = original.detach().to(device, copy=True).contiguous()
             comm.broadcast(_bits(value).view(torch.uint8), axis).wait()
-            if position >= len(found):
+            if position >= len(parameters):
                 original.copy_(value)
                 continue
             values[position] = value.requires_grad_(original.requires_grad)
             carry_attributes(original, values[position])
-    return values[: len(found)]
+    return values[: len(parameters)]
 
 
 def same_over_tiles(groups: Iterable[Group]) -> None:

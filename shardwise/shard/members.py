@@ -22,10 +22,10 @@ from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
 from shardwise.precision.policy import HEAD, TILED, Stored, stores_nothing
+from shardwise.shard.group import Group
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
-    from shardwise.shard.group import Group
     from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)

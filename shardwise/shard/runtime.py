@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime: what the units of one model share: lanes, memory, their order, reductions under way.
+"""Runtime: what the units of one model share: their order, the backward that runs, and the flow of
+their groups.
 
     forward      unit 1 | unit 2 | unit 3        each prefetches the next one
     backward     unit 3 | unit 2 | unit 1        each prefetches the previous one
@@ -13,23 +14,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import comm
 from shardwise.agreement import any_rank_in_step
-from shardwise.memory import CACHING, Source, TracePool, weakly
-from shardwise.mesh import separate
+from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import (
     Calls,
     calls_on_stack,
@@ -37,6 +34,7 @@ from shardwise.shard.call import (
     reaches_all_leaves,
     will_come,
 )
+from shardwise.shard.flow import Flow
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
 from shardwise.shard.members import (
     check_first_forward,
@@ -46,24 +44,10 @@ from shardwise.shard.members import (
     warn_of_heads,
 )
 from shardwise.shard.order import Order
-from shardwise.streams import Lanes
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
-
-
-@dataclass(eq=False)
-class _Reduction:
-    """A gradient reduction under way: collectives still to be waited for, and what comes after."""
-
-    collectives: Iterator[comm.Pending]
-    finish: Callable[[], None]
-    issued: bool  # whether nothing is left to issue: waiting is then all that is left
-    label: str
-    current: comm.Pending | None = None
-    done: Any = None
-    held: list[Tensor] = field(default_factory=list)
 
 
 class _Ending:
@@ -83,15 +67,7 @@ class _Ending:
             raise
 
 
-class SharedLanes:
-    """The lanes that several roots use together (``share_comm_ctx``), once one of them made
-    them."""
-
-    def __init__(self) -> None:
-        self.lanes: Lanes | None = None
-
-
-class Runtime:
+class Runtime(Flow):
     """One per root module, made at its first forward."""
 
     def __init__(
@@ -99,18 +75,9 @@ class Runtime:
         device: torch.device,
         units: list[Unit],
         axes: Sequence[comm.Axis],
-        *,
-        lanes: Lanes | None = None,
-        memory: str = "caching",
-        unify: bool = False,
+        **options: Any,
     ) -> None:
-        self.lanes = lanes or Lanes(device, unify=unify)
-        self.source: Source = TracePool() if memory == "trace" else CACHING
-        self.max_reductions = 1  # a gradient buffer more in flight is a unit more of peak memory
-        self.separate_reduce = False
-        self._reductions: deque[_Reduction] = deque()
-        self._launching: _Reduction | None = None
-        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
+        super().__init__(device, **options)
         self._units = [weakref.ref(unit) for unit in units]
         self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
@@ -123,11 +90,8 @@ class Runtime:
         self.walked = {0}
         # Set from the first unit of a backward to its end; dead where that backward raised.
         self._ending: Callable[[], _Ending | None] | None = None
-        self.offloads = False  # whether gradients go to the host
         self._copies_unknown = True  # whether gradients of copies over tp were not yet compared
         self._writers_awaited = False  # whether the user marked the optimizer's end
-        # The products of all MXFP8 weights: each is decoded where the one before was.
-        self.matmul = Emulated(workspace=Workspace())
 
     @staticmethod
     def start(unit: Unit, root: nn.Module) -> None:
@@ -231,78 +195,7 @@ class Runtime:
         for unit in self.order.ran():
             unit.end_forward()
 
-    # ------------------------------------------------------------------ reductions
-
-    def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
-        """The communicator for reductions: that of the gathers unless told to separate them."""
-        return self._reduce_axes.get(axis, axis) if self.separate_reduce else axis
-
-    def separate_reductions(self, axes: Iterable[comm.Axis]) -> None:
-        """Give reductions communicators of their own (collective: every rank calls it)."""
-        self.separate_reduce = True
-        for axis in axes:
-            if axis not in self._reduce_axes:
-                self._reduce_axes[axis] = separate(axis)
-
-    def launch(
-        self,
-        collectives: Iterator[comm.Pending],
-        number: int,
-        finish: Callable[[], None],
-        label: str,
-    ) -> None:
-        """Start a reduction of ``number`` collectives. On a device all of it is issued now; on the
-        host the first collective is, and the rest follows when somebody waits."""
-        lanes = self.lanes
-        issued = lanes.asynchronous or number <= 1
-        reduction = _Reduction(collectives, finish, issued, label)
-        lanes.join("reduce", "compute")  # the gradients were packed there
-        self._launching = reduction
-        self._issue(reduction)
-        if lanes.asynchronous:
-            self._complete(reduction)
-            lanes.join("outer", "reduce")
-            reduction.done = lanes.mark("outer")
-        self._launching = None
-        self._reductions.append(reduction)
-
-    def hold(self, tensor: Tensor) -> None:
-        """Keep ``tensor`` until the reduction being issued is done: another lane reads it."""
-        if self._launching is not None:
-            self._launching.held.append(tensor)
-
-    def drain(self, keep: int = 0) -> None:
-        """Finish the oldest reductions until at most ``keep`` are under way."""
-        while len(self._reductions) > keep:
-            reduction = self._reductions.popleft()
-            if not self.lanes.asynchronous:
-                self._complete(reduction)
-            self.lanes.wait("compute", reduction.done)
-            self.lanes.wait("reduce", reduction.done)  # what is held was allocated there
-            reduction.finish()
-
-    def finish_issued(self) -> None:
-        """Finish reductions ahead of ``drain``, to free memory; called where ranks may differ in
-        the moment, so only for reductions that issue nothing any more."""
-        if all(reduction.issued for reduction in self._reductions):
-            self.drain(self.max_reductions - 1)
-
-    def _complete(self, reduction: _Reduction) -> None:
-        while reduction.current is not None:
-            reduction.current.wait()
-            self._issue(reduction)
-
-    def _issue(self, reduction: _Reduction) -> None:
-        comm.purpose = reduction.label
-        reduction.current = next(reduction.collectives, None)
-        comm.purpose = ""
-
     # ------------------------------------------------------------------ backward
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether autograd is running: a forward that comes now is a recomputation."""
-        return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
 
     @property
     def keeps_graph(self) -> bool:
@@ -415,11 +308,6 @@ class Runtime:
             self.drain()
             self.wait_on_host()
 
-    def wait_on_host(self) -> None:
-        """Make the host wait for gradients that are copied to it, before somebody reads them."""
-        if self.offloads:
-            self.lanes.synchronize()
-
     def _missing(self, units: Sequence[Unit]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
         also raise for parameters that only some of them train."""
@@ -472,10 +360,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget an iteration that failed half way, its gradients included."""
-        for reduction in self._reductions:
-            if reduction.current is not None:
-                reduction.current.wait()  # messages under way cannot be called back
-        self._reductions.clear()
+        self.drop_reductions()
         self._ending = None
         self.walked, self.in_forward = {0}, False
         self.order.begin_forward()

@@ -51,16 +51,9 @@ from torch import Tensor, nn
 from shardwise.memory import weakly
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.shard.arrivals import Arrivals, Key
-from shardwise.shard.call import (
-    Call,
-    Calls,
-    in_checkpoint,
-    in_recomputation,
-    reads_on,
-    recomputes_inside,
-    will_come,
-)
+from shardwise.shard.call import Call, Calls, reads_on, recomputes_inside, will_come
 from shardwise.shard.containers import cast_floats
+from shardwise.shard.flow import in_checkpoint, in_recomputation
 from shardwise.shard.members import (
     refuse,
     refuse_create_graph,

@@ -24,9 +24,10 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.containers import look_into
+from shardwise.shard.flow import SharedLanes
 from shardwise.shard.group import Group
 from shardwise.shard.members import Members, refuse, refuse_swapped
-from shardwise.shard.runtime import Runtime, SharedLanes
+from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, Whole
 from shardwise.streams import annotate
 
