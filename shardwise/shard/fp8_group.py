@@ -136,7 +136,7 @@ class GroupPlane(Gathered):
     @property
     def shown(self) -> list[Tensor]:
         """The views that kernels, and whoever asks for planes, were given."""
-        return [one for plane in self.views.values() for one in (plane.codes, plane.scales)]
+        return [one for plane in self.views.values() for one in _tensors(plane)]
 
     def copy_part(self, first: int, last: int, state: Any) -> None:
         """Keep what outer axes brought, or take it from there."""
@@ -159,9 +159,15 @@ class GroupPlane(Gathered):
             size = starts[last] + self.layout.items[last].numel - starts[first]
             memory, before = self.memory, self.memory.holders
             found = self.views[first, last] = self.view(first, 0, size)
-            if memory.own:  # scales of another dtype have a base
-                memory.own += memory.holders - before - 2
+            tensors = _tensors(found)
+            if memory.own:  # views of another dtype have a base
+                memory.own += memory.holders - before - len(tensors)
         return found
+
+
+def _tensors(plane: Plane) -> tuple[Tensor, ...]:
+    """All that a plane holds once products have read it, each in one place."""
+    return plane.codes, plane.scales, *plane.right
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:

@@ -409,7 +409,7 @@ class Group:
         """Whether somebody keeps a view of the whole weights. What hooks for saved tensors keep
         looks like others': nothing is looked for while there are any but a checkpoint's."""
         memory, number = copy.memory, copy.memory.lent()
-        if for_good or number in memory.autograds:
+        if for_good or number in memory.autograds or memory.tensor.is_meta:
             return for_good and number > 0
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
         ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]

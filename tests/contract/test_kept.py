@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import holders, memory
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.shard.module import unit_of
 from tests.contract.helpers import (
     STRATEGIES,
@@ -351,6 +353,7 @@ class Coded(nn.Linear):
         weight: Any = self.weight
         planes = [*weight.quantised.planes.values(), weight.quantised.plane("forward")]
         found = [one for plane in planes for one in (plane.codes, plane.scales, plane.codes[:2])]
+        found += planes[-1].right  # as products on a GPU ask for it
         self.kept += [(one, one.clone()) for one in [*found, weight.detach(), weight[:3]]]
         if not self.keeps:
             self.kept.clear()
@@ -445,3 +448,12 @@ def test_what_is_at_rest(rank: int, world_size: int, strategy: str, matrix: Any)
 
 def local(one: Any) -> Tensor:
     return one.to_local() if hasattr(one, "to_local") else one  # type: ignore[no-any-return]
+
+
+def test_a_plan_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory to keep, and looking through all objects takes time."""
+    looks = count_looks(monkeypatch)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, context=8))
+    sw.plan(model, {"dp": 4}, sw.zero(3), batch=(1, 8))
+    assert not looks
