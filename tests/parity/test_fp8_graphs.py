@@ -225,14 +225,15 @@ def test_weights_that_lie_apart_are_multiplied_one_by_one() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_what_others_asked_of_inductor_is_still_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_asked_of_inductor_is_still_done() -> None:
     from torch._inductor import config
 
     asked: list[Any] = []
-    monkeypatch.setattr(config, "post_grad_custom_pre_pass", asked.append)
-    fp8_graphs.install()
-    fp8_graphs.install()
-    graph = torch.fx.Graph()
-    config.post_grad_custom_pre_pass(graph)  # type: ignore[operator, misc, union-attr, call-arg]
-    assert asked == [graph]
-    assert config.post_grad_custom_pre_pass.uuid() is None  # type: ignore[union-attr]
+    # Not by monkeypatch, which would hide the option from every later test of the process.
+    with config.patch(post_grad_custom_pre_pass=asked.append):
+        fp8_graphs.install()
+        fp8_graphs.install()
+        graph = torch.fx.Graph()
+        config.post_grad_custom_pre_pass(graph)  # type: ignore[operator, misc, union-attr, call-arg]
+        assert asked == [graph]
+        assert config.post_grad_custom_pre_pass.uuid() is None  # type: ignore[union-attr]
