@@ -170,7 +170,7 @@ def candidates(program: Program) -> Iterator[Program]:
         below = f"{path}.parts.{last}".lstrip(".")
         if last >= 0 and not any(one == below or one.startswith(below + ".") for one in used):
             yield _edited(program, path, lambda node: node["parts"].pop())
-        for name in ("frozen", "tied", "checkpoint", "returns", "residual", "by_rank"):
+        for name in ("frozen", "tied", "checkpoint", "returns", "residual", "by_rank", "own"):
             if spec.get(name):
                 yield _edited(program, path, lambda node, name=name: node.pop(name))
         if spec["kind"] == "seq" and not spec["parts"]:

@@ -20,7 +20,7 @@ reshard data_parallel bf16 fp8 muon one_unit tp compile
 def make(seed: int, ranks: int) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
-    odd = set(rng.sample(ODD, rng.choice((1, 2, 3, 4, 6))))
+    odd = set(rng.sample(ODD, rng.choice((1, 2, 3, 4, 6, 8))))
     narrow = bool(odd & {"bf16", "muon", "moe", "fp8"})
     if "by_rank" in odd:  # a rank that raises alone is on its own
         odd.discard("bomb")
@@ -73,13 +73,15 @@ def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
             part = _tree(rng, odd, depth - 1)
         else:
             part = {"kind": rng.choice(LEAVES), "bias": rng.random() < 0.7}
+            part |= {"base_first": rng.random() < 0.5} if part["kind"] == "lora" else {}
         for kind in ("bomb", "peek", "moe"):
             if kind in odd and rng.random() < 0.3:
                 part = {"kind": kind, "parts": [part] if kind == "peek" else []}
                 part |= {"calls_too": rng.random() < 0.7} if kind == "peek" else {}
-        for name, odds in (("frozen", 0.25), ("tied", 0.6)):
-            if name in odd and rng.random() < odds:
-                part[name] = True
+        if "tied" in odd and rng.random() < 0.6:
+            part["tied"] = True
+        if "frozen" in odd and rng.random() < 0.4:
+            part["frozen"] = rng.choice(("all", "weights", "rest", "half"))
         if "checkpoint" in odd and rng.random() < 0.4:
             part["checkpoint"] = rng.choice(("reentrant", "plain"))
         if "returns" in odd and rng.random() < 0.4:
@@ -90,6 +92,8 @@ def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
     if "calls" in odd:
         calls = [rng.choices(order, k=rng.choice((1, 2, 3))) for _ in range(rng.choice((1, 2)))]
     made = {"kind": "seq", "parts": parts, "calls": calls, "residual": rng.random() < 0.4}
+    if rng.random() < 0.3:
+        made["own"] = rng.choice(("used", "used", "unused"))
     return made | ({"by_rank": True} if "by_rank" in odd and rng.random() < 0.5 else {})
 
 

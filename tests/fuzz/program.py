@@ -89,6 +89,8 @@ class Node(nn.Module):
             )
             for parameter in self.moe.parameters():
                 nn.init.normal_(parameter, std=0.4)
+        elif spec.get("own"):  # parameters of a node with parts: "used" or "unused"
+            self.own = nn.Parameter(torch.ones(width) + 0.1 * torch.randn(width))
         self.parts = nn.ModuleList(Node(part, width, context) for part in spec.get("parts", ()))
 
     def linear(self, fc: nn.Linear, x: Tensor) -> Tensor:
@@ -124,8 +126,9 @@ class Node(nn.Module):
         return x * self.context.weight(self.gain) + self.context.weight(self.shift)
 
     def lora_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        low = F.linear(x, self.context.weight(self.a))
-        return torch.tanh(self.linear(self.fc, x) + F.linear(low, self.context.weight(self.b)))
+        base = self.linear(self.fc, x) if self.spec.get("base_first") else None
+        low = F.linear(F.linear(x, self.context.weight(self.a)), self.context.weight(self.b))
+        return torch.tanh((self.linear(self.fc, x) if base is None else base) + low)
 
     def buffer_(self, x: Tensor, tokens: Tensor) -> Tensor:
         if self.training:
@@ -157,6 +160,7 @@ class Node(nn.Module):
         y = x
         for number in calls[index % len(calls)]:
             y = self.call(self.parts[number % len(self.parts)], y, tokens) if self.parts else y
+        y = y * self.context.weight(self.own) if self.spec.get("own") == "used" else y
         return y + x if self.spec.get("residual") else y
 
     def call(self, part: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
@@ -196,7 +200,9 @@ def build(program: Program, context: Context) -> Node:
             if tied is not None:
                 module.fc.weight = tied
             tied = module.fc.weight
-        if spec.get("frozen"):
-            for parameter in module.parameters():
-                parameter.requires_grad_(False)
+        if how := spec.get("frozen"):
+            for number, parameter in enumerate(module.parameters()):
+                matrix = parameter.dim() > 1
+                if {"all": True, "weights": matrix, "rest": not matrix, "half": number % 2}[how]:
+                    parameter.requires_grad_(False)
     return model
