@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds a memory: the tensors that lie in it, and the objects of Python that hold these.
+"""Holders of a memory: the tensors that lie in it, and the objects of Python that hold these.
 
 Between a forward and its backward autograd holds views of weights, which backward reads once they
 are gathered again: their memory can be given back. What a list, a closure or an attribute of a
@@ -79,7 +79,7 @@ def _lies_in(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def _referents(objects: list[Any]) -> list[Any]:
-    """What the objects refer to, also through dicts, lists and tuples."""
+    """All that the objects refer to, also through dicts, lists and tuples."""
     found: list[Any] = []
     seen: set[int] = set()
     while objects:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.moe.weights import Pending, will_come
+from shardwise.moe.weights import Pending, is_wanted
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor_steps import on_zero_grad
 from shardwise.words import quoted
@@ -70,7 +70,7 @@ class DelayedGradients:
 
     def delay(self, gradients: Pending) -> None:
         """Keep these for later, unless the backward that runs now is for chosen inputs alone."""
-        if self._anchor is not None and not will_come(self._anchor):
+        if self._anchor is not None and not is_wanted(self._anchor):
             return
         self._pending.append(gradients)
         self._done = False

@@ -177,7 +177,7 @@ class ExpertTensor:
     def gradients(self, write: WriteGradient) -> list[Tensor | None]:
         """The gradients for autograd, one per parameter; None: frozen, or in ``main_grad``, or not
         asked for (``torch.autograd.grad`` of the inputs alone)."""
-        if not any(map(will_come, self._trained)):
+        if not any(map(is_wanted, self._trained)):
             return [None] * len(self.parameters)
         if self.has_main_grad:
             self.write_main_grads(write, set())
@@ -318,7 +318,7 @@ def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:
     return parameter.detach()
 
 
-def will_come(leaf: Tensor) -> bool:
+def is_wanted(leaf: Tensor) -> bool:
     """Whether the backward that runs now is for the gradient of this leaf, too."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.moe import weights
+from shardwise.moe.weights import is_wanted
 from shardwise.shard.containers import Swaps, look_into, map_tensors, put_back
 from shardwise.shard.members import refuse_side_way
 from shardwise.shard.whole_parameter import Whole
@@ -290,7 +290,7 @@ def will_come(*leaves: Tensor) -> bool:
     """Whether the backward that runs now computes the gradients of parameters, or has them computed
     later; not of those that were frozen since forward."""
     return all(
-        getattr(leaf, "delayed", False) or (leaf.requires_grad and weights.will_come(leaf))
+        getattr(leaf, "delayed", False) or (leaf.requires_grad and is_wanted(leaf))
         for leaf in leaves
     )
 

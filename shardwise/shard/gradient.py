@@ -261,7 +261,7 @@ class Gradients:
         return True
 
     def _leave_to_holders(self, target: Buffer) -> None:
-        """Who has kept ``main_grad`` keeps this rank's own sum; what is reduced is a copy of it."""
+        """Leave this rank's own sum to who has kept ``main_grad``, and reduce a copy of it."""
         if target is not self.main.buffer and self._is_kept(target):
             mine = target.flat.detach()
             target.block.leave()

@@ -99,10 +99,8 @@ def search(asked: Any) -> dict[tuple[str, str], tuple[int, int]]:
         began = time.monotonic()
         kind, words, full = outcome(program)
         took[kind] = took.get(kind, 0.0) + time.monotonic() - began
-        if (
-            kind not in FINE and time.monotonic() < until
-        ):  # again, on ranks that have run nothing else
-            shut_down()
+        if kind not in FINE and time.monotonic() < until:
+            shut_down()  # again, on ranks that have run nothing else
             again, words, more = outcome(program)
             kind, full = (kind, more) if again == kind else (f"once-{kind}", full)
         key = (kind, words)
