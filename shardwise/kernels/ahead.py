@@ -5,7 +5,9 @@
                              Triton describes the arguments, and a thread compiles for them
     the first real launch    waits for its kernel, and raises what the compilation raised
 
-Triton compiles outside of Python's lock for nearly all of the time.
+Triton compiles outside of Python's lock for nearly all of the time. The thread that launches loads
+the kernel and its launcher: to Python all launchers of Triton 3.6 are one module, so a thread that
+loads one while another thread does can get the other's, with other arguments.
 """
 
 from __future__ import annotations
@@ -13,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from typing import Any
 
-import torch
 from torch import Tensor
 
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
@@ -26,24 +26,15 @@ def planned(tensor: Tensor) -> bool:
     return tensor.is_meta and not _compiling.get()
 
 
-def compile_ahead(work: Callable[[], None], device: torch.device) -> None:
-    """Compile for the launches of ``work`` in threads, which load the kernels to ``device``."""
+def compile_ahead(work: Callable[[], None]) -> None:
+    """Compile for the launches of ``work`` in threads."""
     from triton import AsyncCompileMode
-
-    class Loading(AsyncCompileMode):  # type: ignore[misc, no-any-unimported]
-        def submit(self, key: Any, compile: Callable[[], Any], *others: Any) -> Any:
-            def loaded() -> Any:
-                kernel = compile()
-                kernel.run  # noqa: B018  builds the launcher and loads the kernel
-                return kernel
-
-            return super().submit(key, loaded, *others)
 
     def run() -> None:
         _compiling.set(True)
-        Loading(threads).__enter__()  # never left, which would wait: it goes with its context
+        AsyncCompileMode(threads).__enter__()  # never left, which would wait
         work()
 
-    threads = ThreadPoolExecutor(4, initializer=torch.cuda.set_device, initargs=(device,))
+    threads = ThreadPoolExecutor(4)
     copy_context().run(run)
     threads.shutdown(wait=False)

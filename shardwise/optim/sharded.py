@@ -245,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         waits for them."""
         for group in self._matrix_groups or ():
             if group.fused:
-                compile_ahead(group.launch_ahead, group.exchange.device)
+                compile_ahead(group.launch_ahead)
 
     # ------------------------------------------------------------------ a step
 
