@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 from benchmarks import report
 from benchmarks.machine_text import tokens_of_machine
@@ -106,7 +106,10 @@ def table(runs: Runs, optimizer: str, words: str) -> report.Table:
             columns[f"{precision} lost"] = ("underflow %", ".3f")
         off = float(rows[-1][f"{precision} off"])  # type: ignore[arg-type]
         apart = [float(row[f"{precision} off"]) for row in each]  # type: ignore[arg-type]
-        spread = f" (seeds {min(apart):+.2f} to {max(apart):+.2f} %)"
+        spread = f" (seeds {min(apart):+.2f} to {max(apart):+.2f} %"
+        if len(apart) > 1:
+            spread += f", standard error of the mean {stdev(apart) / len(apart) ** 0.5:.2f}"
+        spread += ")"
         verdicts.append(f"{precision} {'within' if off <= BAR else 'NOT within'} it{spread}")
     one = next(iter(runs[BASE].values()))
     note = (
