@@ -233,10 +233,15 @@ def check_compiler(config: TrainConfig, world: World) -> None:
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:
-    weights = config.precision
-    if weights == "auto":
-        weights = "bf16" if world.device.type == "cuda" else "fp32"
+    weights = weights_on(world.device, config)
     return named_precision(weights, config.optimizer, experts=config.model.num_experts > 0)
+
+
+def weights_on(device: torch.device, config: TrainConfig) -> str:
+    """The format of the compute weights on such a device."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.type == "cuda" else "fp32"
 
 
 def named_precision(weights: str, optimizer: str = "muon", *, experts: bool) -> Precision:

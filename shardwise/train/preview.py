@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from shardwise.report.plan import plan
-from shardwise.train.build import precision_of, with_vocabulary
+from shardwise.train.build import precision_of, weights_on, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
@@ -47,10 +47,16 @@ def without_gpus(config: TrainConfig, ranks: int) -> str | None:
     """A warning where a run is too long for the CPU ranks that it is about to be started on."""
     if torch.cuda.is_available() or config.module is not None:
         return None
-    seconds, text = _time(config, flops_per_token(config), torch.device("cpu"), ranks)
+    each, cpu = flops_per_token(config), torch.device("cpu")
+    seconds, text = _time(config, each, cpu, ranks)
     if seconds < LONG:
         return None
-    return f"torch sees no GPU, and {ranks} CPU ranks take {text}"
+    warning = f"torch sees no GPU, and {ranks} CPU ranks take {text}"
+    if weights_on(cpu, config) != "fp32":
+        in_fp32 = dataclasses.replace(config, precision="fp32", final_bf16=0.0)
+        other = seconds_text(_time(in_fp32, each, cpu, ranks)[0])
+        warning += f". Its products are in bf16; with --precision fp32 it is about {other}"
+    return warning
 
 
 def _time(
@@ -59,10 +65,12 @@ def _time(
     """The expected seconds of a run, and what they follow from."""
     tokens = config.batch * config.model.context
     flops = flops_per_token * tokens * config.steps
-    peak = peak_flops(device) * ranks
+    # Weights in fp8 are decoded to bf16 where a device has no products of fp8.
+    dtype = torch.float32 if weights_on(device, config) == "fp32" else torch.bfloat16
+    peak = peak_flops(device, dtype) * ranks
     seconds = flops / (USUAL_MFU * peak)
     return seconds, (
-        f"about {seconds_text(seconds)}, if {100 * USUAL_MFU:.0f} % of {peak / 1e12:.2f} TFLOP/s "
+        f"about {seconds_text(seconds)}, if {100 * USUAL_MFU:.0f} % of {peak / 1e12:.3g} TFLOP/s "
         f"are reached: {config.steps:,} steps of {tokens:,} tokens, {flops:.2g} FLOPs"
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -111,11 +112,16 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_for_gpus_on_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(preview, "peak_flops", lambda device: 5e10)
+    peaks = {torch.float32: 5e10, torch.bfloat16: 2e8}
+    monkeypatch.setattr(preview, "peak_flops", lambda device, dtype: peaks[dtype])
     assert "torch sees no GPU, and 2 CPU ranks take about" in (
         preview.without_gpus(load_recipe("gpt_124m"), 2) or ""
     )
-    assert preview.without_gpus(load_recipe("default"), 2) is None
+    default = load_recipe("default")
+    assert preview.without_gpus(default, 2) is None
+    for precision in ("bf16", "fp8_block"):  # a CPU that multiplies bf16 in loops
+        slow = dataclasses.replace(default, precision=precision)
+        assert "with --precision fp32 it is about" in (preview.without_gpus(slow, 2) or "")
 
 
 # ------------------------------------------------------------------------------ files and ports
