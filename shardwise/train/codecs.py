@@ -47,6 +47,7 @@ END_TEXT = "<|endoftext|>"  # how exported tokenizers of ours spell the end of a
 FILE = "tokenizer.json"
 # What transformers reads beside tokenizer.json.
 _NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BESIDE_TOKENS = {FILE, *_NEIGHBOURS}  # files of a tokenizer that lie beside its tokens
 # How pretrained tokenizers spell the end of a text, where no file beside them says it.
 _ENDS = (END_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 

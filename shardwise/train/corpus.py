@@ -15,7 +15,6 @@ what a user names.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.util
 import logging
@@ -34,7 +33,8 @@ from numpy.typing import NDArray
 
 from shardwise.notices import warn_once
 from shardwise.train.codecs import END, NUM_SYMBOLS, Codec, num_bytes, require
-from shardwise.train.tokens import CHUNK, DataError, Tokens
+from shardwise.train.data_files import find_files, not_text, read_file
+from shardwise.train.tokens import CHUNK, MAGIC, DataError, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -88,53 +88,31 @@ def _sources(prefix: str, folder: Path, without: set[str]) -> list[Document]:
     return _read(sorted(found))
 
 
-def files_of(spec: str) -> list[Path]:
-    """The files that ``spec`` names, in order; in a directory without hidden ones."""
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return [path]
-    found = [one for one in path.rglob("*") if not _hidden(one, path)] if path.is_dir() else []
-    found = found or [Path(one) for one in glob.glob(str(path), recursive=True)]
-    files = sorted({one for one in found if one.is_file()})  # "**/**" finds one more than once
-    if not files and not path.is_dir():
-        raise DataError(
-            f"{spec!r} names no data: there is no such file or directory and the pattern matches "
-            f"nothing; give a text, .jsonl or .parquet file, a directory, a quoted pattern, a .bin "
-            f"token file, stdlib, stdlib+torch or hf:NAME"
-        )
-    return files
-
-
-def refuse_twice(sources: Iterable[str], files: Callable[[str], list[Path]] = files_of) -> None:
-    """Raise where several sources name one file: it would be drawn more often than anybody asked
-    for, and one source may train on what another holds out."""
-    first: dict[Path, tuple[int, str]] = {}
-    for named in enumerate(sources):
-        for file in files(named[1]):
-            if (other := first.setdefault(file.resolve(), named)) != named:
-                raise DataError(f"{file} is in {other[1]!r} and in {named[1]!r}: name it once")
-
-
 def file_documents(spec: str) -> list[Document]:
-    """One document per text file; hidden and binary files are passed over."""
-    paths = files_of(spec)
+    """One document per text file; what is no text is passed over, and told."""
+    paths, left = find_files(spec)
     # Names from the nearest directory that holds all: data moved elsewhere are the same data.
     above = os.path.commonpath([one.parent for one in paths]) if paths else spec
     found = sorted((one.relative_to(above).as_posix(), one) for one in paths)
     if lines := next((name for name, _ in found if name.endswith((".jsonl", ".ndjson"))), None):
         text = "%s: %s is read as it is, JSON and all: make tokens of its texts (shardwise data)"
         warn_once(logger, text, spec, lines)
-    documents = _read(found)
-    texts = [one for one in documents if b"\0" not in one.data[:8192]]
-    if len(texts) < len(documents):
-        count = len(documents) - len(texts)
-        warn_once(logger, "%s: passed over %d binary files", spec, count)
-    if not texts:
+    documents = []
+    for name, path in found:
+        data = read_file(path)
+        if data.startswith(MAGIC):
+            raise DataError(f"{spec!r} holds text and a token file, {path}: name one kind alone")
+        if reason := not_text(data):
+            left.add(reason, path)
+        else:
+            documents.append(Document(name, data))
+    if not documents:
         raise DataError(
-            f"{spec!r} holds no text: {len(found)} files, {len(found) - len(documents)} of them "
-            f"empty and {len(documents)} binary; name text files, or a token file by itself"
+            f"{spec!r} holds no text ({left if left.found else 'no file'}): name text files, a "
+            f"token file by itself, or make tokens of .jsonl.gz and .parquet (shardwise data)"
         )
-    return texts
+    left.tell()
+    return documents
 
 
 def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
@@ -156,22 +134,23 @@ def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
     column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
     if row is not None and column is None:
         raise DataError(f"{spec!r} has no column 'text' (columns of strings: {strings})")
-    count = 0
+    count = without = 0
     following = rows.skip(first) if hasattr(rows, "skip") else islice(rows, first, None)
     for index, row in enumerate(following, first):
         if text := row[column]:
             count += 1
             yield Document(f"{name}/{index}", text.encode())
+        else:
+            without += 1
     if count == 0 and not first:
         raise DataError(f"{spec!r} has no row with text in column {column!r}")
-
-
-def _hidden(path: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(below).parts)
+    if without:
+        text = "%s: not read: %d of %d rows, which have no text in column %r"
+        warn_once(logger, text, spec, without, count + without, column, about=spec)
 
 
 def _read(found: Iterable[tuple[str, Path]]) -> list[Document]:
-    documents = (Document(name, path.read_bytes()) for name, path in found)
+    documents = (Document(name, read_file(path)) for name, path in found)
     return [document for document in documents if document.data]
 
 

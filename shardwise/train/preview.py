@@ -10,10 +10,11 @@ import torch
 from shardwise.report.plan import plan
 from shardwise.train.build import precision_of, weights_on, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
+from shardwise.train.data_files import named_files
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
 from shardwise.train.own_model import flops_per_token
-from shardwise.train.sources import named_files, sources_of, vocabulary_of
+from shardwise.train.sources import sources_of, vocabulary_of
 from shardwise.train.world import World
 from shardwise.words import seconds_text
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import hashlib
 import logging
 import math
@@ -45,17 +44,20 @@ from shardwise.train.corpus import (
     Corpus,
     Document,
     digest_of,
-    files_of,
     hold_out,
     read_documents,
-    refuse_twice,
     warn_of_held_out,
+)
+from shardwise.train.data_files import (
+    named_files,
+    refuse_twice,
+    tell_beside_tokens,
+    token_files,
 )
 from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,
     Tokens,
-    is_token_file,
     join,
     open_tokens,
     read_header,
@@ -100,26 +102,6 @@ def _weighted(source: str) -> tuple[str, float | None]:
     except ValueError:
         return source, None
     return source.removesuffix(f":{rest[-1]}"), weight
-
-
-def token_files(source: str) -> list[Path]:
-    """The token files that a source names, in the order of their names; none if it is text."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return sorted(filter(is_token_file, path.glob("*.bin")))
-    if path.suffix == ".bin" and not glob.has_magic(source):
-        return [path]
-    if path.is_file():
-        return [path] if is_token_file(path) else []
-    found = sorted(Path(one) for one in glob.glob(str(path), recursive=True))
-    return found if found and all(map(is_token_file, found)) else []
-
-
-def named_files(source: str) -> list[Path]:
-    """The files that a source names; none where it is no file. Raises where there are none."""
-    if source in ("stdlib", "stdlib+torch") or source.startswith("hf:"):
-        return []
-    return token_files(source) or files_of(source)
 
 
 def holds_tokens(spec: str) -> bool:
@@ -402,6 +384,7 @@ def _token_corpus(
 
 def _open_source(source: str) -> _TokenSource:
     files = token_files(source)
+    tell_beside_tokens(source, files)
     opened = [open_tokens(file) for file in files]
     headers = [header for _, header in opened]
     first, codec = headers[0], _codec_beside(files[0], headers[0].tokenizer)

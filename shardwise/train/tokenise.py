@@ -40,7 +40,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.corpus import files_of, refuse_twice
+from shardwise.train.data_files import find_files, not_text, read_file, refuse_twice
 from shardwise.train.tokens import DataError, Tokens, TokenWriter
 
 PIECE = 4 << 20  # bytes of a piece of work
@@ -71,7 +71,7 @@ def work_of(sources: Sequence[str], column: str) -> list[TextPiece]:
             texts.clear()
 
     refuse_twice(sources)
-    for path in [path for source in sources for path in files_of(source)]:
+    for path in [path for source in sources for path in _with_contents(source)]:
         size = path.stat().st_size
         name = path.name.lower()
         if name.endswith((".parquet", *_LINES)):
@@ -84,6 +84,17 @@ def work_of(sources: Sequence[str], column: str) -> list[TextPiece]:
             flush()
     flush()
     return found
+
+
+def _with_contents(source: str) -> list[Path]:
+    """The files of a source that are not empty; tells of the others."""
+    files, left = find_files(source)
+    for path in (empty := [path for path in files if not path.stat().st_size]):
+        left.add("empty", path)
+    if len(empty) == len(files):
+        raise DataError(f"there is no text in {source!r} ({left if left.found else 'no file'})")
+    left.tell()
+    return [path for path in files if path not in empty]
 
 
 def _lines(path: Path, size: int) -> list[TextPiece]:
@@ -123,18 +134,22 @@ def _parquet_file(path: Path) -> Any:
 
 def texts_of(work: TextPiece, column: str) -> Iterator[bytes]:
     """The documents of a piece of work, without empty ones."""
+    return filter(None, _documents(work, column))
+
+
+def _documents(work: TextPiece, column: str) -> Iterator[bytes]:
     readers = {"text": _read_texts, "lines": _read_lines, "parquet": _read_rows}
     try:
-        yield from filter(None, readers[work.kind](work, column))
+        yield from readers[work.kind](work, column)
     except (EOFError, zlib.error) as error:
         raise DataError(f"{work.paths[0]} cannot be read ({error}): copy it again") from None
 
 
 def _read_texts(work: TextPiece, column: str) -> Iterator[bytes]:
     for path in work.paths:
-        data = Path(path).read_bytes()
-        if b"\0" in data[:8192]:
-            raise DataError(f"{path} is binary: name text, .jsonl or .parquet files")
+        data = read_file(Path(path))
+        if reason := not_text(data):
+            raise DataError(f"{path} is {reason}: name text, .jsonl, .jsonl.gz or .parquet files")
         yield data
 
 
@@ -176,6 +191,7 @@ def _read_rows(work: TextPiece, column: str) -> Iterator[bytes]:
         yield (text or "").encode("utf-8", "replace")
 
 
+Encoded = tuple[Tokens, int, int, int]  # see _encode
 _codec: Codec | None = None  # of this worker
 _column = ""
 
@@ -194,21 +210,23 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(work: TextPiece) -> tuple[Tokens, int, int]:
-    """The tokens of a piece of work, and the numbers of bytes and of documents that they are."""
+def _encode(work: TextPiece) -> Encoded:
+    """The tokens of a piece of work; the numbers of bytes and of documents that they are, and of
+    documents without text."""
     assert _codec is not None
-    texts = list(texts_of(work, _column))
+    documents = list(_documents(work, _column))
+    texts = list(filter(None, documents))
     tokens = _codec.encode(texts)
-    return tokens, num_bytes(_codec, tokens), len(texts)
+    return tokens, num_bytes(_codec, tokens), len(texts), len(documents) - len(texts)
 
 
 def _encoded(
     pieces: Sequence[TextPiece], workers: int, setup: tuple[str | Codec, str]
-) -> Iterator[tuple[TextPiece, tuple[Tokens, int, int]]]:
+) -> Iterator[tuple[TextPiece, Encoded]]:
     """Each piece and its tokens, in order, from so many processes; few pieces wait at a time."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start_worker, setup)
-    waiting: deque[tuple[TextPiece, Future[tuple[Tokens, int, int]]]] = deque()
+    waiting: deque[tuple[TextPiece, Future[Encoded]]] = deque()
     try:
         for piece in pieces:
             # Workers start here, and never see Ctrl-C: one might hold the lock of a queue then.
@@ -274,15 +292,16 @@ def tokenise(
     setup = (codec if isinstance(codec, Bytes) else str(folder), column)
     named, path = named_in_headers(codec), out if single else out / "tokens.bin"
     writer = TokenWriter(path, codec.vocab_size, tokenizer=named)
-    writer.num_bytes = num_texts = 0
+    writer.num_bytes = num_texts = num_empty = 0
     try:
         with _progress() as progress:
             bar = progress.add_task("tokens", total=sum(one.size for one in work), tokens="0")
-            for piece, (tokens, read, documents) in _encoded(
+            for piece, (tokens, read, documents, empty) in _encoded(
                 work, workers or os.cpu_count() or 1, setup
             ):
                 writer.add(tokens)
                 num_texts, writer.num_bytes = num_texts + documents, writer.num_bytes + read
+                num_empty += empty
                 progress.update(bar, advance=piece.size, tokens=f"{writer.count:,}")
         if not num_texts:
             raise DataError(f"there is no text in what was named: {out} is not written")
@@ -292,6 +311,8 @@ def tokenise(
     Console(stderr=True, highlight=False).print(
         f"{num_texts:,} documents, {writer.num_bytes:,} bytes, {writer.count:,} tokens "
         f"({writer.num_bytes / writer.count:.2f} bytes each)"
+        + f"; left out: {num_empty:,} without text"
+        * (num_empty > 0)
     )
     return writer.path
 

@@ -197,11 +197,11 @@ def test_data_that_is_not_there_or_empty_is_named(
         load_corpus(str(tmp_path / "none.txt"))
     with pytest.raises(DataError, match="matches nothing"):
         load_corpus(str(tmp_path / "*.txt"))
-    with pytest.raises(DataError, match="holds no text: 0 files"):
+    with pytest.raises(DataError, match=r"holds no text \(no file\)"):
         load_corpus(str(tmp_path))
     (tmp_path / "x.dat").write_bytes(b"\0\1\2")
     (tmp_path / "empty.txt").write_bytes(b"")
-    with pytest.raises(DataError, match="2 files, 1 of them empty and 1 binary"):
+    with pytest.raises(DataError, match=r"\(1 empty \(empty.txt\), 1 binary \(x.dat\)\)"):
         load_corpus(str(tmp_path))
     with pytest.raises(DataError, match="no such file"):
         load_corpus(str(tmp_path / "none.bin"))

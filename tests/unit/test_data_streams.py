@@ -57,13 +57,16 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
+def test_rows_of_a_dataset_are_documents(
+    datasets: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     corpus = load_corpus("hf:owner/name:config:validation")
     assert datasets == [("owner/name", "config", "validation")]
     assert np.count_nonzero(corpus.train == 256) + np.count_nonzero(corpus.held_out == 256) == 40
     assert "row row" in decode_text(corpus.codec, corpus.train[:20])
     stories = list(dataset_documents("hf:stories"))
     assert [one.name for one in stories] == ["stories/0", "stories/2"]
+    assert "not read: 1 of 3 rows, which have no text in column 'story'" in caplog.text
     assert datasets[-1] == ("stories", None, "train")
     with pytest.raises(DataError, match=r"no such dataset\): check the name"):
         load_corpus("hf:none")
