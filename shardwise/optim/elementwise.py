@@ -14,8 +14,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from shardwise.buffer import Beside
 from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
+from shardwise.optim.settings import range_problems
 from shardwise.optim.storage import local_of, version_of
-from shardwise.words import bound_problems
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class AdamWSettings:
     fused: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
-        problems = bound_problems(self, 0, "lr", "eps", "weight_decay")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            problems.append(f"betas={self.betas!r} must be two numbers in [0, 1)")
-        if problems:
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        if problems := range_problems(self):
             raise ValueError("sw.adamw(...) cannot work: " + "; ".join(problems))
 
 

@@ -131,25 +131,35 @@ class OptimizerGradients:
             for axis in axes_of([parameter]):
                 self.axes.setdefault(axis, []).append(position)
 
-    def check(self) -> None:
-        """Raise on every rank where only some ranks have a gradient; redistribute gradients that
-        are not placed like their parameters (collective)."""
+    def check(self, problem: str | None = None) -> None:
+        """Raise on every rank where only some ranks have a gradient, or any rank has another
+        ``problem``; redistribute gradients that are not placed like their parameters
+        (collective)."""
         lacking = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
         given = ~lacking
+        wrong = problem is not None
         for axis, positions in self.axes.items():
-            found = comm.any_rank(numpy.concatenate([lacking[positions], given[positions]]), axis)
-            lacking[positions], given[positions] = numpy.split(found, 2)
+            facts = numpy.concatenate([lacking[positions], given[positions], [wrong]])
+            found = comm.any_rank(facts, axis)
+            lacking[positions], given[positions] = numpy.split(found[:-1], 2)
+            wrong = bool(found[-1])
         names = [
             self.name(self.parameters[position]) for position in (lacking & given).nonzero()[0]
         ]
-        wrong = bool(names)
+        wrong = wrong or bool(names)
         for axis in self.axes if len(self.axes) > 1 else ():  # ranks of other meshes raise too
             wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
+        if problem is not None:
+            raise ValueError(problem)
+        if names:
+            raise RuntimeError(
+                f"{quoted(names)} has a gradient on some ranks and None on others: nothing was "
+                f"updated. Drop gradients on every rank or on none, and give zeros where a rank "
+                f"has nothing to add"
+            )
         if wrong:
             raise RuntimeError(
-                f"{quoted(names) or 'a parameter of other ranks'} has a gradient on some ranks and "
-                f"None on others: nothing was updated. Drop gradients on every rank or on none, "
-                f"and give zeros where a rank has nothing to add"
+                "other ranks cannot take this step, and say why: nothing was updated"
             )
         for parameter in self.parameters:  # tensor parallelism may leave partial sums
             grad = parameter.grad

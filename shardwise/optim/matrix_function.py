@@ -30,7 +30,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shardwise.words import bound_problems, choice_problems
+from shardwise.optim.settings import range_problems
+from shardwise.words import choice_problems
 
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of a state: shape of one, and dtype
@@ -61,7 +62,7 @@ class FunctionSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = bound_problems(self, 0, "lr", "weight_decay") + choice_problems(self)
+        problems = range_problems(self) + choice_problems(self)
         if problems:
             raise ValueError(f"{self.function}(...) cannot work: " + "; ".join(problems))
 

@@ -28,7 +28,8 @@ from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
 from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
-from shardwise.words import bound_problems, choice_problems
+from shardwise.optim.settings import range_problems
+from shardwise.words import choice_problems
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -88,11 +89,7 @@ class MuonSettings:
     step_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        problems = bound_problems(self, 0, "lr", "weight_decay")
-        problems += bound_problems(self, 0, "step_bytes", above=True)
-        if not 0 <= self.momentum < 1:
-            problems.append(f"momentum={self.momentum!r} must be in [0, 1)")
-        problems += choice_problems(self)
+        problems = range_problems(self) + choice_problems(self)
         try:
             polynomial_of(self.preset)
         except ValueError as error:

@@ -25,10 +25,10 @@ from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
+from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import (
     SETTINGS,
     ShardedOptimizer,
-    group_of,
     parameter_problems,
     raise_unless_same,
     summary,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +44,7 @@ from shardwise.optim.matrix_group import (
 )
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded, route_problems
+from shardwise.optim.settings import GroupSettings, group_of
 from shardwise.optim.storage import (
     axes_of,
     cut_along_rows,
@@ -82,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """``names`` are by id of the parameter. Collective where parameters are sharded."""
         self._names = names
+        self._settings = GroupSettings(SETTINGS)
         self.half_step: str | None = None  # the problem, once a step has raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # of the next step
@@ -121,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         kind, problems = group["kind"], []
-        own = own_settings(group)
+        own = self._settings.own(group)
         try:
             group = group_of(SETTINGS[kind](**own), params) | group
         except ValueError as error:
@@ -225,16 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer would step those that it was built for: use add_param_group and "
                 "requires_grad_(False), change the settings of a group, or build it anew"
             )
-        for group in self.param_groups:  # torch's switches, which add_param_group refuses too
-            own = function_of(group).options if group["kind"] == "function" else {}
-            if key := [k for k in ("maximize", "amsgrad") if group.get(k) and k not in own]:
-                raise ValueError(
-                    f"{key[0]}=True in a parameter group, which this optimizer does not know: "
-                    f"nothing was updated. Take it out (to maximize, turn the sign of the loss)"
-                )
         if self._planned_settings() != self._planned:  # somebody changed them, or a load did
-            for group in groups:
-                SETTINGS[group["kind"]](**own_settings(group))  # raises what is wrong
             self._plan()
 
     def _name(self, parameter: Tensor) -> str:
@@ -263,11 +255,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loss = closure() if closure is not None else None
         if self.half_step is not None:
             raise RuntimeError(self.half_step)
-        self._check_divisions()
+        problem = self._settings.problem(self.param_groups)
+        if problem is None:
+            self._check_divisions()
         if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
             self._make_states()
         with _plain_attributes():
-            self._gradients.check()
+            self._gradients.check(problem)
             clip, moves = self._take_clip()
             if clip is None:
                 self._gradients.widen()
@@ -436,21 +430,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
     yield step(*args)
-
-
-def own_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, as the class of its kind takes them."""
-    known = {entry.name for entry in fields(SETTINGS[group["kind"]])}
-    return {key: value for key, value in group.items() if key in known}
-
-
-def group_of(
-    settings: MuonSettings | FunctionSettings | AdamWSettings, parameters: Sequence[Tensor]
-) -> dict[str, Any]:
-    """A parameter group: the settings, under their names, as values that a checkpoint can keep."""
-    values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
-    values |= values.pop("options", {})
-    return {"params": list(parameters), "kind": settings.kind} | values
 
 
 # ------------------------------------------------------------------------------ checks

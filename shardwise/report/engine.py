@@ -28,7 +28,8 @@ from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.optim.sharded import ShardedOptimizer, group_of
+from shardwise.optim.settings import group_of
+from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Moment, Options
