@@ -122,8 +122,8 @@ class GroupSettings:
             return f"{', '.join(missing)} was taken out: set it again"
         if unknown := [name for name in _UNKNOWN if group.get(name) and name not in options]:
             return (
-                f"{unknown[0]}=True is one that this optimizer does not know. Take it out (to maximize, "
-                f"turn the sign of the loss)"
+                f"{unknown[0]}=True is a setting that this optimizer does not know: take it out "
+                f"(to maximize, turn the sign of the loss)"
             )
         places = {"cpu", *(one.device.type for one in group["params"])}
         for name, value in group.items():
