@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.mesh import Ranks
+from shardwise.moe import forgotten
 from shardwise.moe.activation import wide
 from shardwise.uncompiled import operator
 from shardwise.words import bound_problems, choice_problems
@@ -146,6 +147,8 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        forgotten.warn_of_constant_weights(routing)
+        forgotten.watch(self)
         self.routing = routing
         self.axis = axis
         self.weight = nn.Parameter(
@@ -215,13 +218,16 @@ class Router(nn.Module):
             self.load += wanted if late else _first_time(wanted)
             if capacity is not None:
                 self.dropped += dropped if late else _first_time(dropped)
+        loss = losses(logits, scores, chosen, self._total(wanted, logits), routing, length)
+        if self.training and not torch.compiler.is_compiling() and (late or not _recomputing()):
+            forgotten.watch_loss(self, weights, loss)
         return Routes(
             experts=chosen,
             weights=weights,
             kept=kept,
             counts=counts,
             dropped=dropped,
-            loss=losses(logits, scores, chosen, self._total(wanted, logits), routing, length),
+            loss=loss,
             capacity=capacity,
         )
 
@@ -254,6 +260,7 @@ class Router(nn.Module):
         Without a ``bias_rate``, only reset the counts. ``unless`` [] bool: whether the step was
         skipped, decided on the device; the bias stays then.
         """
+        forgotten.bias_was_updated(self)
         if self.routing.bias_rate:
             for axis in self._bias_axes():
                 comm.all_reduce(self.load, axis).wait()
