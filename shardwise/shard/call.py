@@ -286,6 +286,14 @@ def engine_on_stack(frame: Any) -> Any:
     return frame
 
 
+def asks_for_all() -> bool:
+    """Whether the backward that runs now was asked for all leaves, by the call of the engine on the
+    stack. Walks all stacks: for graphs without a gate."""
+    engines = map(engine_on_stack, [sys._getframe(), *sys._current_frames().values()])
+    engine = next(filter(None, engines), None)
+    return engine is not None and not engine.f_locals["args"][3]
+
+
 def will_come(*leaves: Tensor) -> bool:
     """Whether the backward that runs now computes the gradients of parameters, or has them computed
     later; not of those that were frozen since forward."""

@@ -29,6 +29,7 @@ from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
 from shardwise.shard.call import (
     Calls,
+    asks_for_all,
     calls_on_stack,
     engine_on_stack,
     reaches_all_leaves,
@@ -221,7 +222,7 @@ class Runtime(Flow):
         if reaches_all_leaves():
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
-        return not any(map(will_come, leaves))
+        return not any(map(will_come, leaves)) and not asks_for_all()
 
     def hide_weights(self, ending: Any = None) -> None:
         """The modules hold the parameters at rest again. ``ending``: of a backward that may have

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.shard.module import unit_of
@@ -19,12 +20,15 @@ from tests.contract.helpers import (
     WIDTH,
     assert_at_rest,
     assert_gradients_equal,
+    check_backward,
     options_for,
     pair,
     raised,
     ranks_for,
     transient_bytes,
     vector_loss,
+    vectors,
+    wrap,
 )
 from tests.ranks import on_ranks, run_ranks
 
@@ -128,6 +132,40 @@ def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
 def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) -> None:
     compared = run_ranks(nothing_left, ranks_for(strategy), strategy, unused)
     assert min(compared) > 40
+
+
+class Recomputed(nn.Module):
+    """Blocks in reentrant checkpoints. Autograd's graph of such a model knows none of its
+    parameters: of the others, which are frozen as for adapters, none has a gradient."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else None
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.frozen is None else self.frozen(x)
+        x = x.detach().requires_grad_()  # as an embedding's output before checkpoints
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x if self.frozen is None else self.frozen(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_reentrant_checkpoints_around_all_that_is_trained(
+    rank: int, world_size: int, strategy: str, frozen: bool
+) -> None:
+    net, plain = pair(lambda: Recomputed(frozen))
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for _ in range(2):
+        assert check_backward(net, plain, vector_loss, rank, world_size) == 4
+        assert_at_rest(net, before)
+    x = vectors(rank).requires_grad_()
+    torch.autograd.grad(net.blocks[0](x).sum(), x)  # for chosen inputs: no gradient of a weight
+    assert assert_gradients_equal(net, plain) == 4
 
 
 # ------------------------------------------------------------------------- the check is total
