@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise import tensor_steps as _hooks  # noqa: F401  (optimizers' steps are seen from now on)
-from shardwise.layout import Layout
+from shardwise.layout import Layout, View
 from shardwise.memory import Block, Source
 from shardwise.mesh import Ranks
 from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, steps
@@ -66,7 +66,7 @@ class Beside:
         copy, every = self._copy, range(len(self._whole.layout.items))
         if not copy.memory.live or copy.filled != self._main.state or set(items) != set(every):
             return None
-        return {item: self._whole.view(item) for item in every}
+        return dict(enumerate(self._whole.views()))
 
     def written(self) -> None:
         """Both were written alike; the step counts it as one write to main."""
@@ -117,7 +117,11 @@ class Buffer:
         self.first_shard, self.num_shards = ranks.held(self.placements, layout.num_shards)
         numel = self.num_shards * layout.shard_size
         self.block = Block(numel, dtype, device, kind, lane=lane, pin=pin)
-        self.version = Version()
+
+    @cached_property
+    def version(self) -> Version:
+        """Counts the writes through DTensors of this memory; most buffers have none."""
+        return Version()
 
     @property
     def flat(self) -> Tensor:
@@ -133,22 +137,20 @@ class Buffer:
         """Changes whenever the contents may have: an op on a DTensor of it, or on a plain view."""
         return self.version.count, self.flat._version
 
-    @cached_property
-    def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """(low, high, offset) of each parameter: its elements [low, high) lie at
-        ``flat[offset:]``."""
-        begin = self.first_shard * self.layout.shard_size
-        found = []
-        for index, start in enumerate(self.layout.starts):
-            low, high = self.layout.piece(index, self.first_shard, self.num_shards)
-            found.append((low, high, start + low - begin if high > low else 0))
-        return tuple(found)
+    @property
+    def pieces(self) -> tuple[View, ...]:
+        """The piece of each parameter that lies in ``flat``."""
+        return self.layout.pieces(self.first_shard, self.num_shards)
 
     def view(self, index: int) -> Tensor:
         """This rank's piece of one parameter: whole rows as ``[rows, ...]``, else flat."""
-        low, high, offset = self.pieces[index]
-        shape = self.layout.piece_shape(index, low, high)
-        return self.flat[offset : offset + high - low].view(shape)
+        _, _, offset, shape, strides = self.pieces[index]
+        return self.flat.as_strided(shape, strides, offset)
+
+    def views(self) -> list[Tensor]:
+        """This rank's piece of each parameter."""
+        flat = self.flat
+        return [flat.as_strided(shape, strides, at) for _, _, at, shape, strides in self.pieces]
 
     def cut(self, index: int, tile: Tile | None = None) -> Cut:
         """The :class:`Cut` of one parameter, which its DTensors share."""

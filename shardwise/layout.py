@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd, lcm, prod
+from typing import NamedTuple
 
 ALIGNMENT = 64  # elements; every parameter starts at a multiple, as vector loads and TMA want
 _ENDLESS = 1 << 62  # an address behind every parameter
@@ -118,6 +119,16 @@ class Item:
         return min(self.grain.size(self.shape), self.numel)
 
 
+class View(NamedTuple):
+    """The piece of a parameter that a run of shards holds, as a view of the run's memory."""
+
+    low: int  # the elements [low, high) of the parameter
+    high: int
+    offset: int  # from the first address of the run on
+    shape: Shape
+    strides: Shape
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parameters packed in a buffer of ``num_shards * shard_size`` elements. See ``plan``."""
@@ -187,6 +198,25 @@ class Layout:
         if lo < hi and (lo % row or hi % row):
             return (hi - lo,)
         return ((hi - lo) // row, *shape[1:])
+
+    def pieces(self, first_shard: int, num_shards: int) -> tuple[View, ...]:
+        """The piece of each parameter that lies in a run of shards."""
+        run = first_shard, num_shards
+        if run not in self._pieces:
+            every = range(len(self.items))
+            self._pieces[run] = tuple(self._view_of(index, *run) for index in every)
+        return self._pieces[run]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], tuple[View, ...]]:
+        return {}  # of the runs that were asked for: buffers that are alike share a layout
+
+    def _view_of(self, index: int, first_shard: int, num_shards: int) -> View:
+        low, high = self.piece(index, first_shard, num_shards)
+        offset = self.starts[index] + low - first_shard * self.shard_size if high > low else 0
+        shape = self.piece_shape(index, low, high)
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return View(low, high, offset, shape, strides)
 
     def window(self, index: int, first: int, shape: Shape) -> Layout:
         """A run of a parameter's elements as a parameter of another shape, where they lie."""

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy
@@ -156,8 +156,7 @@ class Ticket:
 # ------------------------------------------------------------------------------ being counted
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
     one to be scattered, the reduced one; what this rank sends to its peers for an all-to-all."""
 

@@ -115,7 +115,6 @@ class Block:
         self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
         self._counted.set(self._held)
-        weakref.finalize(self, self._counted.set, 0).atexit = False
 
     @property
     def _held(self) -> int:
@@ -175,8 +174,7 @@ class Block:
 
 
 class _Counted:
-    """The ledger's entry of one block; an object of its own, so that a dead block can be
-    uncounted."""
+    """The ledger's entry of one block, which counts nothing once it is gone."""
 
     def __init__(self, kind: str, tensor: torch.Tensor | None = None) -> None:
         self.kind, self.nbytes, self.ledger = kind, 0, _open_ledger
@@ -186,6 +184,9 @@ class _Counted:
     def set(self, nbytes: int) -> None:
         self.ledger.add(self.kind, nbytes - self.nbytes)
         self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        self.set(0)
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -249,7 +250,6 @@ class TracePool:
         self._free: dict[tuple[str, torch.device], list[torch.UntypedStorage]] = defaultdict(list)
         # What the storages hold beyond the blocks that live in them, which count themselves.
         self._idle = _Counted("pool_idle")
-        weakref.finalize(self, self._idle.set, 0).atexit = False
 
     def acquire(self, block: Block) -> None:
         free, own = self._free[block.lane, block.tensor.device], block.storage

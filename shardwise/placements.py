@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 
@@ -154,7 +155,8 @@ class Step(NamedTuple):
     there: Placement
 
 
-def steps(here: Sequence[Placement], there: Sequence[Placement]) -> tuple[Step, ...]:
+@cache
+def steps(here: tuple[Placement, ...], there: tuple[Placement, ...]) -> tuple[Step, ...]:
     """The collectives that bring a buffer from placements ``here`` to ``there``, in order.
 
         Shard    to Replicate    all-gather, from the outermost sharded axis inwards

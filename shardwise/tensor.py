@@ -213,7 +213,7 @@ class ShardedTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             GRAD.__set__(self, value)
-        if self.version is not None and isinstance(self, torch.nn.Parameter):
+        if self.version is not None and getattr(self, "_is_param", False):
             self.version.waiting.discard(self.cut.index)
 
     @grad.deleter

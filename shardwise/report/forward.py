@@ -12,6 +12,7 @@ parameter gets a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -51,7 +52,7 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
     root, recomputed = branch_of(model), recomputed_modules(model)
 
     def within(own: Own) -> bool:
-        return any(id(module) in recomputed for module in own.modules)
+        return not recomputed.isdisjoint(map(id, own.modules))
 
     def call(branch: Branch, hidden: Tensor, again: bool) -> Tensor:
         (hidden,), _ = branch.unit.pre_forward((hidden,), {})
@@ -106,23 +107,29 @@ class _Work:
             leaf = own.leaf
             if not leaf.requires_grad:
                 continue
-            if any(getattr(module, "writes_main_grad", False) for module in own.modules):
+            if own.is_written:
                 leaf.fresh_main_grad()
                 leaf.grad_added_to_main_grad = True
                 written.append(own)
                 continue
             self._arrive(written)
-            AUTOGRADS.__set__(leaf, torch.empty(leaf.shape, dtype=leaf.dtype, device=META))
-            self._arrive([own])
+            AUTOGRADS.__set__(leaf, _gradient(leaf.shape, leaf.dtype))
+            self.unit.arrived(own.key)
         self._arrive(written)
 
     def _arrive(self, parameters: list[Own]) -> None:
         for own in parameters:
-            self.unit.arrived((own.number, own.index))
+            self.unit.arrived(own.key)
         parameters.clear()
 
     def _coded(self) -> list[tuple[FP8Group, int]]:
-        return [(o.group, o.index) for o in self.parameters if isinstance(o.group, FP8Group)]
+        return [(o.group, o.key[1]) for o in self.parameters if isinstance(o.group, FP8Group)]
+
+
+@cache
+def _gradient(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A gradient without values, the same for all parameters that are alike."""
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _apply(work: _Work, hidden: Tensor) -> Tensor:
@@ -139,7 +146,7 @@ class _Sketched(torch.autograd.Function):
         work.forward()
         ctx.work = work
         ctx.save_for_backward(hidden)
-        return torch.empty_like(hidden)
+        return torch.empty((), dtype=hidden.dtype, device=META)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]

@@ -15,6 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardwise.memory import separate_ledger
 from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
+from shardwise.shard.arrivals import Key
 from shardwise.shard.checks import spread_linear
 from shardwise.shard.data_parallel import BucketedUnit, data_parallel
 from shardwise.shard.fully_shard import fully_shard
@@ -209,15 +211,15 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 class Own:
     """A parameter of a unit, and the modules that register it."""
 
-    number: int  # of its group
+    key: Key
     group: Group
-    index: int
+    leaf: Any  # the parameter as forward sees it
     modules: list[nn.Module]
 
-    @property
-    def leaf(self) -> Any:
-        """The parameter as forward sees it."""
-        return self.group.unsharded[self.index]
+    @cached_property
+    def is_written(self) -> bool:
+        """Whether a kernel of its modules writes the gradient itself."""
+        return any(getattr(module, "writes_main_grad", False) for module in self.modules)
 
 
 @dataclass(eq=False)
@@ -249,5 +251,7 @@ def branch_of(module: nn.Module) -> Branch:
         if not branch.parts or isinstance(branch.parts[-1], Branch):
             branch.parts.append([])
         number, index = places[id(held), name]
-        branch.parts[-1].append(Own(number, unit.groups[number], index, one.modules))  # type: ignore[union-attr]
+        group = unit.groups[number]
+        own = Own((number, index), group, group.unsharded[index], one.modules)
+        branch.parts[-1].append(own)  # type: ignore[union-attr]
     return branch

@@ -108,7 +108,7 @@ def describe(model: nn.Module) -> str:
                 f"{'kept' if group.persistent or group.aliased else 'gathered on use'}"
             )
             for index, item in enumerate(group.items):
-                low, high, _ = main.pieces[index]
+                low, high, *_ = main.pieces[index]
                 frozen = "" if group.unsharded[index].requires_grad else ", frozen"
                 tile = group.tiles[index]
                 of = "" if tile is None else f" of {list(tile.shape)} {tile.placements}"

@@ -109,7 +109,7 @@ class GroupPlane(Gathered):
         if self._tiles is None:
             places = zip(self.layout.items, self.layout.starts, source.pieces, strict=True)
             matrices: list[Any] = []
-            for item, start, (low, high, offset) in places:
+            for item, start, (low, high, offset, *_) in places:
                 columns = item.shape[-1]
                 one = kernels.Matrix(
                     (high - low) // columns, columns, offset, start + low, share=self.share
@@ -174,7 +174,7 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Roundi
     """Encode the elements of ``source`` into the same places of each plane, in one read; in one
     launch where a kernel takes all weights of a plane."""
     rest = [plane for plane in planes if not plane.encode_all(source, rounding)]
-    for index, (low, high, _) in enumerate(source.pieces):
+    for index, (low, high, *_) in enumerate(source.pieces):
         if high > low and rest:
             into = [plane.view(index, low, high) for plane in rest]
             codes = into[0].codes

@@ -196,8 +196,7 @@ class Gradients:
             return self.main.views()
         views = self._views.get(id(buffer))
         if views is None:
-            views = [buffer.view(index) for index in range(len(self.unsharded))]
-            self._views[id(buffer)] = views
+            views = self._views[id(buffer)] = buffer.views()
         return views
 
     # ------------------------------------------------------------------ one microbatch

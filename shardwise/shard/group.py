@@ -91,7 +91,7 @@ class Group:
         )
         if not meta:
             for index, value in enumerate(values):
-                low, high, _ = self.main.pieces[index]
+                low, high, *_ = self.main.pieces[index]
                 self.main.view(index).view(-1).copy_(value.detach().reshape(-1)[low:high])
         self._build_compute()
         self.sharded = [
@@ -199,10 +199,11 @@ class Group:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
     def show_whole(self) -> None:
-        self._views = [self.whole.view(index).detach() for index in range(len(self.unsharded))]
-        value = torch.nan if self.whole.dtype.is_floating_point else 0
-        nothing = self.whole.flat.new_full((), value)
-        self._gone = [nothing.expand(view.shape) for view in self._views]
+        self._views = [view.detach() for view in self.whole.views()]
+        if not self.whole.flat.is_meta:  # else there are no values to be gone
+            value = torch.nan if self.whole.dtype.is_floating_point else 0
+            nothing = self.whole.flat.new_full((), value)
+            self._gone = [nothing.expand(view.shape) for view in self._views]
         for parameter, view in zip(self.unsharded, self._views, strict=True):
             parameter.show(view)
 
@@ -216,7 +217,7 @@ class Group:
         """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
         buffer."""
         locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
-        views = [self.main.view(index) for index in range(len(self.items))]
+        views = self.main.views()
         same = all(
             storage_of(new) == storage_of(old) and new.dtype == old.dtype
             for new, old in zip(locals_, views, strict=True)
@@ -318,7 +319,7 @@ class Group:
             self._arrive()
             for copy in missing:
                 copy.acquire(runtime.source if self.movable else CACHING)
-            for parameter, view in zip(self.unsharded, self._views, strict=False):
+            for parameter, view, _ in zip(self.unsharded, self._views, self._gone, strict=False):
                 parameter.show(view)
             rest = missing
             if part is not None and part.filled != state:
@@ -408,8 +409,11 @@ class Group:
     def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
         """Whether somebody keeps a view of the whole weights. What hooks for saved tensors keep
         looks like others': nothing is looked for while there are any but a checkpoint's."""
-        memory, number = copy.memory, copy.memory.lent()
-        if for_good or number in memory.autograds or memory.tensor.is_meta:
+        memory = copy.memory
+        if memory.tensor.is_meta:
+            return False
+        number = memory.lent()
+        if for_good or number in memory.autograds:
             return for_good and number > 0
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
         ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]

@@ -30,7 +30,7 @@ from shardwise.division import Division, Shares, Span, replica_shares
 from shardwise.holders import count_references
 from shardwise.memory import CACHING, counted
 from shardwise.shard.whole_parameter import Whole
-from shardwise.tensor import GRAD, ShardedTensor
+from shardwise.tensor import GRAD, Cut, ShardedTensor
 
 read_grad = GRAD.__get__
 # Attributes of parameters at rest (.grad and the like) are read many times a step; not through
@@ -76,19 +76,20 @@ class MainGrad:
         self.buffer.block.acquire(CACHING)
         if self.divisions is not weight.version.divisions:
             self.divisions, self._shares = weight.version.divisions, {}
-            self._shown = [self._show(self.buffer, index) for index in range(len(self._sharded))]
+            self._shown = [self._show(*each) for each in enumerate(self.buffer.views())]
             self._locals = [grad._local_tensor for grad in self._shown]
             self._references = self._count_references(self.buffer)
         return self.buffer
 
-    def _show(self, main: Buffer, index: int) -> ShardedTensor:
+    def _show(self, index: int, local: Tensor) -> ShardedTensor:
         """The gradient of one parameter; this rank's range, where replicas divide it."""
-        cut, local = self._sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
+        assert self.buffer is not None
+        cut: Cut = self._sharded[index].cut  # type: ignore[attr-defined]
         division = self._weight.version.divisions.get(index)
         if division is not None:
             cut, whole = cut.divided(division), cut
             local = cut.within(whole, local)
-        return ShardedTensor(local, cut, version=main.version)
+        return ShardedTensor(local, cut, version=self.buffer.version)
 
     def take(self, grads: Sequence[Tensor]) -> None:
         """The next gradients to publish, each in memory of its own, which is left to the
@@ -103,7 +104,7 @@ class MainGrad:
     def views(self) -> list[Tensor]:
         """The piece of each parameter, as a plain tensor."""
         assert self.buffer is not None
-        self._views = self._views or [self.buffer.view(i) for i in range(len(self._sharded))]
+        self._views = self._views or self.buffer.views()
         return self._views
 
     def shares(self, axis: int) -> Shares:
@@ -111,8 +112,9 @@ class MainGrad:
         assert self.divisions is not None
         if axis not in self._shares:
             main, over = self._weight, self._weight.ranks
+            pieces = [(low, high, offset) for low, high, offset, *_ in main.pieces]
             self._shares[axis] = replica_shares(
-                main.pieces, self.divisions, main.placements, over.sizes, over.coordinate, axis
+                pieces, self.divisions, main.placements, over.sizes, over.coordinate, axis
             )
         return self._shares[axis]
 
@@ -188,7 +190,7 @@ class MainGrad:
                 came = here or (leaf.requires_grad and zeros)
                 # One without a gradient in this step shows that of the steps before, if any.
                 if came or (leaf.requires_grad and parameter.grad is not None):
-                    parameter.grad = grad
+                    GRAD.__set__(parameter, grad)
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
         if self.buffer is None:

@@ -226,6 +226,9 @@ def stray_gradients(originals: list[tuple[str, ref[Tensor]]]) -> list[str]:
     return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 class Members:
     """The parameters that a unit's modules held when they were wrapped. Whoever replaces one later,
     adds one or takes one away would train without it: each is refused by name.
@@ -243,6 +246,7 @@ class Members:
 
     def _record(self, unit: Unit) -> None:
         modules = [module for _, module in _below(unit)]
+        self._modules = [ref(module) for module in modules]
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
         named = [(each, name) for each in self._parameters for name in each]
@@ -275,15 +279,18 @@ class Members:
             self._refuse_all(unit)
             self._record(unit)  # modules without parameters, or with units of their own
 
-    def side_outputs(self, unit: Unit) -> list[Any]:
+    def side_outputs(self) -> list[Any]:
         """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
         Looked for after the first forward, and from then on under the names found there."""
         if self._kept is None:
+            held = [(module, vars(module())) for module in self._modules]
             self._kept = [
-                (ref(module), name)
-                for _, module in _below(unit)
-                for name, value in vars(module).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
+                (module, name)
+                for module, values in held
+                for name in values
+                if name not in _OF_EVERY_MODULE
+                and isinstance(values[name], Tensor)
+                and values[name].grad_fn is not None
             ]
         return [getattr(module(), name, None) for module, name in self._kept]
 

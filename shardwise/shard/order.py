@@ -13,6 +13,7 @@ gathers and reduces for them then, as the others do that enter them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -28,6 +29,7 @@ class Order:
         self._entries: list[ref[Unit]] = []
         self._exits: list[ref[Unit]] = []
         self._arrivals: list[ref[Unit]] = []
+        self._following: dict[ref[Unit], ref[Unit]] = {}  # which of them comes after each
         self._turns: list[ref[Unit]] = []
         self._turn = 0
         self._ready: list[Unit] = []
@@ -65,15 +67,14 @@ class Order:
 
     def begin_backward(self) -> None:
         self._arrivals = list(dict.fromkeys(self._exits[::-1]))  # each where it comes first
+        self._following = dict(pairwise(self._arrivals))
         self._turns = list(dict.fromkeys(self._entries))[::-1]
         self._turn, self._ready = 0, []
 
     def after(self, unit: Unit) -> Unit | None:
         """Which unit backward is expected to enter after ``unit``."""
-        for position, reference in enumerate(self._arrivals[:-1]):
-            if reference() is unit:
-                return self._arrivals[position + 1]()
-        return None
+        following = self._following.get(ref(unit))
+        return None if following is None else following()
 
     def before(self, unit: Unit) -> list[Unit]:
         """Which units backward should have entered before ``unit``."""
@@ -82,7 +83,7 @@ class Order:
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
-        if unit not in self.waiting():  # not of this forward, or its turn was passed over
+        if ref(unit) not in self._turns[self._turn :]:  # not of this forward, or passed over
             unit.reduce()
         elif unit not in self._ready:  # else an earlier call completed it: no gradient comes to it
             self._ready.append(unit)

@@ -235,7 +235,7 @@ class Unit(Wrapped):
     def _watch(self, call: Call, output: Any) -> bool:
         """Ask to be called when a gradient comes, of an output or of a tensor that a module
         keeps."""
-        kept = self.members.side_outputs(self) if self.members is not None else ()
+        kept = self.members.side_outputs() if self.members is not None else ()
         try:
             return call.watch_outputs(output, kept)
         except TypeError as error:

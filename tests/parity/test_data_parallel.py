@@ -207,7 +207,7 @@ def check_poison(rank: int, world_size: int) -> int:
         model = sw.data_parallel(make_model(depth=DEPTH), mesh=mesh_of(world_size), bucket_mb=SMALL)
         for group in buckets_of(model) if poison else ():
             used = torch.zeros(group.main.flat.numel(), dtype=torch.bool)
-            for low, high, offset in group.main.pieces:
+            for low, high, offset, *_ in group.main.pieces:
                 used[offset : offset + high - low] = True
             group.main.flat[~used] = float("nan")
             poisoned += int((~used).sum())

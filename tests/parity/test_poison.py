@@ -46,7 +46,7 @@ def poison_padding(model: Model) -> int:
     for unit in (model, *model.layers):
         for group in unit._shardwise_unit.groups:
             padding = torch.ones(group.main.flat.numel(), dtype=torch.bool)
-            for low, high, offset in group.main.pieces:
+            for low, high, offset, *_ in group.main.pieces:
                 padding[offset : offset + high - low] = False
             with torch.no_grad():
                 group.main.flat[padding] = math.nan

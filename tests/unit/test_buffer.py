@@ -60,7 +60,7 @@ def fill(buffer: Buffer, values: Sequence[Tensor]) -> Buffer:
     """This rank's pieces of ``values``; NaN everywhere else."""
     buffer.flat.fill_(math.nan)
     for index, value in enumerate(values):
-        low, high, offset = buffer.pieces[index]
+        low, high, offset, *_ = buffer.pieces[index]
         buffer.flat[offset : offset + high - low] = value.reshape(-1)[low:high].to(buffer.dtype)
     return buffer
 
@@ -69,7 +69,7 @@ def assert_holds(buffer: Buffer, values: Sequence[Tensor]) -> int:
     """The pieces equal those of ``values``; returns how many elements were compared."""
     compared = 0
     for index, value in enumerate(values):
-        low, high, _ = buffer.pieces[index]
+        low, high, *_ = buffer.pieces[index]
         expected = value.reshape(-1)[low:high].to(buffer.dtype)
         assert torch.equal(buffer.view(index).reshape(-1), expected), (index, low, high)
         compared += high - low
