@@ -319,6 +319,7 @@ class Group:
             self._arrive()
             for copy in missing:
                 copy.acquire(runtime.source if self.movable else CACHING)
+            # Weights without values (meta) were not hidden: there is nothing to show again.
             for parameter, view, _ in zip(self.unsharded, self._views, self._gone, strict=False):
                 parameter.show(view)
             rest = missing
