@@ -376,9 +376,10 @@ def refuse_other_writes(everyone: Sequence[dict[str, tuple[int, int, str]]]) -> 
 def _stepped_apart(*ranks: tuple[int, str]) -> str:
     did = " and ".join(f"rank {who} ran {what}" for who, what in ranks)
     return (
-        f"the optimizers of the ranks are out of step: {did}. Every rank must step alike, with the "
-        f"gradients of the same parameters: decide by a value that all ranks share. The weights no "
-        f"longer belong together: load a checkpoint (sw.load) on every rank"
+        f"the optimizers of the ranks are out of step: {did}. Every rank must step, load and write "
+        f"weights and gradients alike, with the same values, and with the gradients of the same "
+        f"parameters: decide by a value that all ranks share. The weights no longer belong "
+        f"together: load a checkpoint (sw.load) on every rank"
     )
 
 

@@ -50,6 +50,7 @@ from shardwise.tensor_whole import (
     whole,
     whole_value,
 )
+from shardwise.tensor_writes import note
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -223,6 +224,7 @@ class Operations:
             return self._into_plain(func, args, kwargs)
         if uneven and not writes:
             self._refuse_own(func, args, kwargs)
+        given = kwargs  # before pieces are taken of them
         if kwargs:
             kwargs, cut = self._keywords(func, kwargs, cut)
         assert cut is not None, "dispatch found one of ours"
@@ -233,10 +235,11 @@ class Operations:
                 for given, local in pairs
             ]
         if writes:
-            self._write(args[0])
+            self._write(func, args[:1], [*args[1:], *given.values()])
             func(*operands, **kwargs)
             return args[0]
         if out is not None:
+            self._write(func, [kwargs[out]], args)
             return self._pointwise_out(func, operands, kwargs, out, cut)
         result = func(*operands, **kwargs)
         if isinstance(result, Tensor):
@@ -258,21 +261,17 @@ class Operations:
             plain[name] = value if keep else self._align(func, cut, value)
         return plain, cut
 
-    def _pointwise_out(
-        self, func: Any, operands: Any, kwargs: dict[str, Any], out: str, cut: Cut
-    ) -> Any:
+    def _pointwise_out(self, func: Any, operands: Any, kwargs: Any, out: str, cut: Cut) -> Any:
         target = kwargs.pop(out)
         if type(target) is not self.kind:
             _refuse_cut(func, cut, "it can't be written into a plain tensor")
-        self._write(target)
         func(*operands, **kwargs, **{out: self._align(func, cut, target)})
         return target
 
-    def _write(self, *targets: Any) -> None:
-        """Count a write that comes next, and wait for gathers that still read."""
-        for target in targets:
-            if type(target) is self.kind and target.version is not None:
-                target.version.write()
+    def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
+        """Tell of a write that comes next to those that are weights or gradients."""
+        ours = [one for one in targets if type(one) is self.kind and one.version is not None]
+        note(func, ours, operands)
 
     def _foreach(
         self,
@@ -305,7 +304,7 @@ class Operations:
             operands = [[one[index] for index in keep] if one else one for one in operands]
         if writes:
             # Of a fused optimizer's lists only the first is a weight that somebody may be watching.
-            self._write(*args[0])
+            self._write(func, args[0], args[1:])
         result: Any = func(*operands, **kwargs) if not skip_empty or operands[0] else None
         if writes:
             return None
@@ -369,7 +368,7 @@ class Operations:
             # Another cut, or another library's DTensor: every rank is here, so all may gather.
             full = gathered(source) if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
-        self._write(target)
+        self._write(func, [target], [source])
         func(target._local_tensor, local, *rest, **kwargs)
         return target
 
@@ -394,7 +393,7 @@ class Operations:
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         drawn = func(full, *rest, **kwargs)
         if func._schema.is_mutable:
-            self._write(target)
+            self._write(func, [target], rest)
             local.copy_(cut.take(full))
         else:
             target = self.wrap(cut.take(drawn).clone(), cut)
@@ -465,7 +464,7 @@ class Operations:
         """
         tensors, found_inf, *rest = args
         locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
-        self._write(*tensors)
+        self._write(func, tensors, rest)
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
         # One collective per kind of cut, in order of first appearance.
         cuts = {(cut.mesh, cut.axes): cut for cut in self._cuts(list(tensors))}.values()

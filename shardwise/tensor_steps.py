@@ -49,6 +49,7 @@ from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
+from shardwise.tensor_writes import sketch, stepping
 from shardwise.uncompiled import skip_frames, uncompiled
 from shardwise.words import quoted
 
@@ -180,6 +181,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for version in _versions_of(optimizer):
         version.before_step()
         version.await_readers()
+    stepping[:] = [optimizer] if closure is None else []
     if closure is not None and optimizer.param_groups[0].get("line_search_fn") is not None:
         return (args[0], _compared(closure, _ours(optimizer))), {}
     return None
@@ -253,7 +255,10 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         every = _ours(optimizer)
         ours = [p for p in every if p.requires_grad]
-        lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
+        gradients = [(GRAD.__get__(p), p.cut.name) for p in ours]
+        lacking = [name for gradient, name in gradients if gradient is None]
+        # Those on a GPU would be awaited.
+        plain = [one for one, _ in gradients if type(one) is Tensor and one.device.type == "cpu"]
     buffers = {id(v): (v, p.cut.full_mesh) for p in every if (v := p.version) is not None}
     refuse_unreduced(every, "the optimizer steps")
     kind = f"{type(optimizer).__name__}.step()"
@@ -282,6 +287,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     if lacking and not getattr(optimizer, "compares_gradients", False):
         known = zlib.crc32(repr(lacking).encode())
         kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
+    if plain and any(mesh.size() > 1 for _, mesh in buffers.values()):
+        values = functools.reduce(lambda known, one: sketch(one, known), plain, 0)
+        kind += f" with plain gradients for {len(plain)} parameters (values {values:08x})"
     settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
         for axis in Ranks(mesh).axes:
@@ -315,6 +323,7 @@ _fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 @uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Whatever wrote the weights, a kernel that no version counter saw too: count it."""
+    stepping.clear()
     if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1
@@ -341,6 +350,7 @@ def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None
 def _drop_waiting(parameters: list[Tensor]) -> None:
     """torch passes over parameters whose ``.grad`` is None, and has no hook: drop microbatches that
     wait to be reduced, too."""
+    stepping.clear()  # a step that raised has ended
     for one in parameters:
         if type(one) is ShardedTensor and one.version is not None:
             one.version.waiting.discard(one.cut.index)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
-from shardwise.lockstep import SETTINGS, STEP
+from shardwise.lockstep import STEP
 from shardwise.notices import warn_once
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
@@ -29,6 +29,7 @@ from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor_writes import sketch
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
@@ -296,16 +297,12 @@ def _before_load(
     if unit is not None:
         unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
-        told = f"load_state_dict() of '{unit.name}'"
         sketches = _sketches(unit, module, state_dict, prefix)
         for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
-            axis.journal.add(STEP, told)
-            mine = [
-                one
-                for one, group in zip(sketches, unit.groups, strict=True)
-                if axis in group.ranks.axes
-            ]
-            axis.journal.add(SETTINGS, f"{told} with values {zlib.crc32(repr(mine).encode()):08x}")
+            pairs = zip(sketches, unit.groups, strict=True)
+            mine = [one for one, group in pairs if axis in group.ranks.axes]
+            values = zlib.crc32(repr(mine).encode())
+            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
     _refuse_codes(module, state_dict, prefix)
 
 
@@ -325,10 +322,8 @@ def _sketches(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> li
         for name in inner._parameters:
             number = numbers.get((id(inner._parameters), name))
             value = state_dict.get(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
-            whole = type(value) in (Tensor, nn.Parameter) and value.is_contiguous()
-            if number is not None and whole and not value.is_meta:
-                some = value.detach().view(-1)[:: value.numel() // 64 + 1]
-                found[number] = zlib.crc32(some.double().cpu().numpy().tobytes(), found[number])
+            if number is not None and type(value) in (Tensor, nn.Parameter):
+                found[number] = sketch(value, found[number])
     return found
 
 

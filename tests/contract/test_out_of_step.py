@@ -331,7 +331,8 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     if rank == 0:
         net.load_state_dict(plain)
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "rank 0 ran load_state_dict() of 'Skipping' and rank 1 ran nothing" in message, message
+    assert "rank 0 ran load_state_dict() of 'Skipping'" in message, message
+    assert "and rank 1 ran nothing" in message, message
     net.reset_iter_state()
     message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
     assert "rank 1 ran 0 of them, nothing last" in message, message
@@ -391,7 +392,7 @@ def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: i
     dist.broadcast_object_list(shared)
     for number, factor in ((1, 2.0), (2, 2.0 + rank // 2)):
         with torch.no_grad():
-            net.entry.weight.mul_(factor)
+            net.entry.weight.to_local().mul_(factor)  # what the journal does not see
         with unittest.TestCase().assertLogs("shardwise", logging.WARNING) as heard:
             logging.getLogger("shardwise").warning("nothing else")
             sw.save(f"{shared[0]}/{number}", net)
