@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from shardwise.lockstep import STEP
 
@@ -52,7 +51,7 @@ def _value(operand: Any) -> str:
     if isinstance(operand, bool | int | float):
         return f"{operand:.6g}"
     if isinstance(operand, Tensor):
-        own = not isinstance(operand, DTensor) and operand.device.type == "cpu"
+        own = type(operand) in (Tensor, nn.Parameter) and operand.device.type == "cpu"
         if own and operand.numel() == 1 and not operand.is_complex():
             return f"{operand.item():.6g}"
         return f"values {sketch(operand):08x}" if own else ""
