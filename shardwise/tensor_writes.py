@@ -16,7 +16,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.lockstep import STEP
 
@@ -51,7 +53,7 @@ def _value(operand: Any) -> str:
     if isinstance(operand, bool | int | float):
         return f"{operand:.6g}"
     if isinstance(operand, Tensor):
-        own = type(operand) in (Tensor, nn.Parameter) and operand.device.type == "cpu"
+        own = not isinstance(operand, DTensor | FakeTensor) and operand.device.type == "cpu"
         if own and operand.numel() == 1 and not operand.is_complex():
             return f"{operand.item():.6g}"
         return f"values {sketch(operand):08x}" if own else ""
