@@ -8,6 +8,7 @@ for each rank that saw it, and exit code 1. Parsing needs no torch: ``--help`` i
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import errno
 import gc
@@ -67,12 +68,32 @@ def _train_command() -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
+    _mend_streams()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if "torch" in sys.modules:
         from shardwise.train.world import leave
 
         leave(code)
     sys.exit(code)
+
+
+def _mend_streams() -> None:
+    """Give closed standard streams (``>&-``) a place where nothing is kept: the next files that are
+    opened would get their numbers, and libraries write to these. Write what an encoding lacks as
+    escapes."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            with contextlib.suppress(OSError):
+                os.fstat(number)  # another file has it already
+                number = nowhere
+            if number != nowhere:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "w" if name != "stdin" else "r"))
+        elif number and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run(words: list[str]) -> int:
@@ -264,7 +285,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         made = make_plan(model, shape, kept, tokens=tokens, batch=followed, **options)
     print(made.text(shard_map=True))
     if command.svg is not None:
-        command.svg.write_text(map_canvas(made.shard_map).render())
+        command.svg.write_text(map_canvas(made.shard_map).render(), encoding="utf-8")
         print(f"written: {command.svg}", file=sys.stderr)
     return 0 if made.fits is not False else 3
 
@@ -399,9 +420,9 @@ def bench(words: list[str]) -> int:
     # A wheel holds the benchmarks inside the package (setup.py), a checkout beside it.
     root = here / "_bench" if (here / "_bench").is_dir() else here.parent
     known = {
-        path.stem.replace("_", "-"): path.read_text()
+        path.stem.replace("_", "-"): path.read_text("utf-8")
         for path in sorted((root / "benchmarks").glob("*.py"))
-        if "def main(" in path.read_text()
+        if "def main(" in path.read_text("utf-8")
     }
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):

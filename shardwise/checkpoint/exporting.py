@@ -153,11 +153,25 @@ class _Converter:
         wanted = self._dtype or _dtype_of(self._checkpoint, name)
         return {
             # A bias of a router decides between close scores: it stays as it is.
-            key: value.to(wanted)
+            key: _narrowed(key, value, wanted)
             if value.is_floating_point() and not key.endswith("e_score_correction_bias")
             else value
             for key, value in made.items()
         }
+
+
+def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in another dtype; raises where finite elements would become infinite."""
+    made = value.to(dtype)
+    if value.is_meta or dtype == value.dtype or not made.isinf().any():
+        return made
+    if (lost := made.isinf() & value.isfinite()).any():
+        largest, most = value[lost].abs().max().item(), torch.finfo(dtype).max
+        raise CheckpointError(
+            f"'{key}' has elements up to {largest:.4g}, and {dtype_name(dtype)} ends at "
+            f"{most:.4g}: {int(lost.sum())} of them would be infinite. Export in a wider dtype"
+        )
+    return made
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:

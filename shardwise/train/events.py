@@ -53,6 +53,10 @@ class EventFile:
 
     def log(self, event: Event) -> None:
         line = json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
+        if self._file is not None and not self.path.exists():
+            if not self.path.parent.is_dir():
+                raise OSError(f"{self.path.parent} was removed or renamed")
+            self.close()  # the folder was made anew
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._torn = not _ends_a_line(self.path)

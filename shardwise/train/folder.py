@@ -29,6 +29,7 @@ from shardwise.checkpoint.files import read_small
 from shardwise.checkpoint.store import NAME
 from shardwise.checkpoint.values import MAX_JSON_BYTES, parse_json
 from shardwise.report.html import read_events
+from shardwise.train.codecs import Codec, write_codec
 from shardwise.train.config import TrainConfig
 from shardwise.train.tokens import write_whole
 from shardwise.train.world import launch_name
@@ -246,6 +247,43 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     except OSError as error:
         raise _not_writable(folder, error) from error
+
+
+class Home:
+    """The folder that a run writes to, as it was when the run began; for rank 0 (``first``), on
+    other ranks nothing happens."""
+
+    def __init__(self, folder: Path, codec: Codec | None, *, first: bool) -> None:
+        self.folder, self._codec, self._first = folder, codec, first
+        self._holder = last_holder(folder)
+
+    def write(self, config: Mapping[str, Any]) -> None:
+        """Write what a resume, an export and ``shardwise generate`` look for."""
+        if self._first:
+            write_config(self.folder, config)
+        if self._first and self._codec is not None:
+            write_codec(self.folder / TOKENIZER, self._codec)
+
+    def make_anew(self, config: Mapping[str, Any]) -> str | None:
+        """Make and lock the folder again where it was removed or renamed since; returns a warning
+        then. Raises where another run has taken it."""
+        if not self._first:
+            return None
+        if (self.folder / EVENTS).exists():
+            if last_holder(self.folder) == self._holder:
+                return None
+            raise ValueError(
+                f"{self.folder} was removed or renamed, and belongs to another run now "
+                f"({describe(self.folder)}): this one saves nothing there. End one of them"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        RunLock(self.folder)  # until this process ends
+        self._holder = last_holder(self.folder)
+        self.write(config)
+        return (
+            f"{self.folder} was removed or renamed while this run wrote there: it is made anew, "
+            f"and holds no checkpoint or event from before"
+        )
 
 
 class Claim:

@@ -41,12 +41,12 @@ from shardwise.train.build import (
     precision_of,
     use_deterministic_algorithms,
 )
-from shardwise.train.codecs import decode_text, encode_text, write_codec
+from shardwise.train.codecs import decode_text, encode_text
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
 from shardwise.train.fit import more_microbatches, plan_inputs, too_large
-from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
+from shardwise.train.folder import CHECKPOINTS, EVENTS, Home
 from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
 from shardwise.train.pretrained import load_weights
@@ -128,10 +128,8 @@ class Trainer:
         self._saving: tuple[int, float] | None = None  # the step whose save is under way, its stall
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
+        self._home = Home(folder, self.parts.corpus.codec, first=world.first)
         self._configure(self.config)
-        codec = self.parts.corpus.codec if world.first else None
-        # Exports and `shardwise generate` look for it there.
-        world.together(lambda: None if codec is None else write_codec(folder / TOKENIZER, codec))
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
@@ -144,8 +142,8 @@ class Trainer:
 
     def _configure(self, config: TrainConfig) -> None:
         """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
-        self.config, self.store.config, first = config, config.to_json(), self.world.first
-        self.world.together(lambda: write_config(self.folder, config.to_json()) if first else None)
+        self.config, self.store.config = config, config.to_json()
+        self.world.together(lambda: self._home.write(config.to_json()))
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -355,13 +353,14 @@ class Trainer:
         and an error only if no later save succeeds."""
         began = time.perf_counter()
         self._report_save()
-        extra = {
-            "step": self.step,
-            "data": self.parts.sampler.state_dict(),
-            "skipped": self.skips.total,
-        }
+        drawn = self.parts.sampler.state_dict()
+        extra = {"step": self.step, "data": drawn, "skipped": self.skips.total}
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
+            home = self.world.together(lambda: self._home.make_anew(self.config.to_json()))
+            if home is not None:
+                self.events("run", **self._describe())
+                self.events("warning", step=self.step, text=home)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step, time.perf_counter() - began
         except CheckpointError:

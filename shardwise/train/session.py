@@ -317,7 +317,7 @@ def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
         return 130 if interrupted else 1
     where = trainer.folder / f"error-rank{world.rank}.txt"
     try:
-        where.write_text("".join(traceback.format_exception(error)))
+        where.write_text("".join(traceback.format_exception(error)), "utf-8", "backslashreplace")
         more = f" (traceback: {where})"
     except OSError:
         more = ""

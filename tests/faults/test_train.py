@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,59 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     said = run_ranks(failing_saves, 2, str(tmp_path / "run"), data, [TINY.steps])
     assert all("No space left" in text for text in said), said
+
+
+# ------------------------------------------------------------------------------ a folder that goes
+
+
+def leaving_folder(rank: int, world_size: int, folder: str, data: str, gone: str) -> str:
+    """The run's folder is renamed after step 3 (``gone``: by whom), and saves come at 2, 4, ..."""
+    trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
+    real = trainer._train_step
+
+    def step(guard):  # type: ignore[no-untyped-def] # noqa: ANN202
+        reason = real(guard)
+        if trainer.step == 3 and rank == 0:
+            trainer._report_save()
+            Path(folder).rename(f"{folder}-away")
+            if gone == "another run":
+                Path(folder).mkdir()
+                (Path(folder) / ".lock").write_text('{"host": "other", "pid": 1}')
+                (Path(folder) / "events.jsonl").touch()
+        return reason
+
+    trainer._train_step = step  # type: ignore[method-assign]
+    logging.getLogger("shardwise.train.events").addHandler(
+        logging.StreamHandler(logs := StringIO())
+    )
+    try:
+        trainer.run()
+    except SaveError as failed:
+        return f"{failed} {logs.getvalue()}"
+    return f"saved {logs.getvalue()}"
+
+
+def test_a_folder_that_is_renamed_is_made_anew_whole_and_told(tmp_path: Path) -> None:
+    data, folder = write_text(tmp_path), tmp_path / "run"
+    first, second = run_ranks(leaving_folder, 2, str(folder), data, "user")
+    assert first.startswith("saved") and second == "saved "
+    assert f"{folder} was removed or renamed" in first, "by the next event"
+    [warning] = events_of(folder, "warning")
+    assert f"{folder} was removed or renamed while this run wrote there" in warning["text"]
+    assert [event["step"] for event in events_of(folder, "save")] == [4, 6, 8]
+    assert events_of(folder, "run") and (folder / "config.json").is_file()
+    assert (folder / ".lock").is_file() and (folder / "tokenizer").is_dir()
+    assert [event["step"] for event in events_of(f"{folder}-away", "save")] == [2]
+    resumed = run_ranks(resumed_from, 2, str(folder), data, str(folder / "checkpoints/step-000008"))
+    assert resumed == [8, 8]
+
+
+def resumed_from(rank: int, world_size: int, folder: str, data: str, path: str) -> int:
+    return make_trainer(rank, world_size, folder, path, data=data).step
+
+
+def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> None:
+    data, folder = write_text(tmp_path), tmp_path / "run"
+    for text in run_ranks(leaving_folder, 2, str(folder), data, "another run"):
+        assert f"{folder} was removed or renamed, and belongs to another run now" in text
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "events.jsonl"]

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from shardwise.cli import run
 from shardwise.train.tokens import write_tokens
 from tests.train_runs import (
+    environment,
     events_of,
     fork_launcher,
     forked,
@@ -229,6 +231,45 @@ def test_whoever_reads_may_stop_reading(capsys: pytest.CaptureFixture[str]) -> N
     with open(writing, "w") as pipe, contextlib.redirect_stdout(pipe):
         assert run(["plan", "smoke"]) == 128 + signal.SIGPIPE
     assert capsys.readouterr().err == ""
+
+
+STREAMS = """
+import os, sys
+import shardwise.cli as cli
+def run(words):
+    print("caf\\xe9 \\u2588", file=sys.stderr)
+    print("caf\\xe9")
+    with open(words[0], "w") as file:
+        file.write(str(file.fileno()))
+    sys.stdin.read()
+    return 0
+cli.run = run
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("closed", ["", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_streams_that_are_closed_or_narrow_end_no_command(
+    tmp_path: Path, closed: str, encoding: str
+) -> None:
+    """Neither does a file of the command get the number of a closed stream."""
+    (tmp_path / "streams.py").write_text(STREAMS)
+    words = f"exec {sys.executable} streams.py opened {closed}"
+    variables = environment(PYTHONIOENCODING=encoding)
+    done = subprocess.run(
+        ["sh", "-c", words],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        input=b"",
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "opened").read_text()) > 2
+    if not closed:
+        expected = b"caf\\xe9" if encoding == "ascii" else "caf\xe9".encode()
+        assert done.stdout.strip() == expected
 
 
 # ------------------------------------------------------------------------------ SLURM

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,36 @@ def test_conversion_and_dtype(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("two*"))
     with pytest.raises(CheckpointError, match="is there already"):
         export(tmp_path / "one", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        (torch.float16, 65504.0, True),
+        (torch.float16, 65519.0, True),  # rounds down
+        (torch.float16, 65520.0, False),
+        (torch.float16, -1e5, False),
+        (torch.float16, math.inf, True),  # it was lost before
+        (torch.bfloat16, 3e38, True),
+        (torch.bfloat16, 3.4e38, False),
+        (torch.float32, 3.4e38, True),
+    ],
+)
+def test_values_that_a_dtype_has_no_room_for_are_refused(
+    tmp_path: Path, dtype: torch.dtype, value: float, fits: bool
+) -> None:
+    net = Net()
+    with torch.no_grad():
+        net.embedding.weight[3, 1] = value
+    sw.save(tmp_path / "one", net)
+    if fits:
+        export(tmp_path / "one", tmp_path / "out", dtype=dtype)
+        exported = read(tmp_path / "out")["embedding.weight"]
+        assert torch.equal(exported, net.embedding.weight.to(dtype))
+        return
+    with pytest.raises(CheckpointError, match=r"'embedding\.weight' has .*1 of them would be inf"):
+        export(tmp_path / "one", tmp_path / "out", dtype=dtype)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_model_that_is_no_gpt_says_so(tmp_path: Path) -> None:
