@@ -3,6 +3,7 @@
 
     python -m tests.fuzz --seeds 0:100000 --seconds 480 --jobs 7 --out found
     python -m tests.fuzz --show found/differs-123.json      runs one program and tells all
+    python -m tests.fuzz --strength 200                     programs until planted faults are found
 
 Every program ends in one outcome (see ``outcome.py``): the table at the end counts them. What is
 neither right nor an error by name on every rank is shrunk and written as JSON.
@@ -25,13 +26,15 @@ from typing import Any
 import torch
 
 from tests.fuzz.draw import make
-from tests.fuzz.outcome import outcome
+from tests.fuzz.faults import strength
+from tests.fuzz.outcome import FINE, outcome
 from tests.fuzz.program import Program, walk
 from tests.products import keep_one_product
 from tests.ranks import shut_down
 
-FINE = ("ok", "loud", "both")
 SHRINK_SECONDS = 60.0
+MARKS = ("frozen", "tied", "checkpoint", "returns", "residual", "by_rank", "own", "hook", "hooked")
+MARKS += ("keeps", "by_attribute")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("found"))
     parser.add_argument("--show", type=Path, help="a program to run alone")
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--until-found", action="store_true", help="end with the first finding")
+    parser.add_argument("--strength", type=int, help="programs to find each planted fault in")
+    parser.add_argument("--fault", default="", help="a part of the names of faults to plant")
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks, too: programs are of the CPU
@@ -53,6 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         kind, words, full = outcome(program.get("program", program))
         print(full, f"{kind}: {words}", sep="\n")
         return kind not in FINE
+    if asked.strength:
+        results = list(strength(asked.seeds, asked.strength, asked.fault))
+        for name, count, words in results:
+            print(f"{count:6d}  {name}: {words[:120]}")
+        return not all(count for _, count, _ in results)
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.jobs > 1:
         counted = _side_by_side(asked, arguments)
@@ -99,7 +110,7 @@ def search(asked: Any) -> dict[tuple[str, str], tuple[int, int]]:
         began = time.monotonic()
         kind, words, full = outcome(program)
         took[kind] = took.get(kind, 0.0) + time.monotonic() - began
-        if kind not in FINE and time.monotonic() < until:
+        if kind not in FINE and time.monotonic() < until and not asked.until_found:
             shut_down()  # again, on ranks that have run nothing else
             again, words, more = outcome(program)
             kind, full = (kind, more) if again == kind else (f"once-{kind}", full)
@@ -109,12 +120,14 @@ def search(asked: Any) -> dict[tuple[str, str], tuple[int, int]]:
             seeds[key] = seed
             print(f"seed {seed}: {kind} {words}", flush=True)
             if kind not in FINE:
-                if not asked.no_shrink:
+                if not asked.no_shrink and not asked.until_found:
                     program = shrink(program, key, min(until, time.monotonic() + SHRINK_SECONDS))
                 made = {"kind": kind, "words": words, "program": program, "full": full}
                 (asked.out / f"{kind}-{seed}.json").write_text(json.dumps(made, indent=1))
         summary = [[*key, count, seeds[key]] for key, count in counts.items()]
         (asked.out / f"summary-{begin}.json").write_text(json.dumps(summary))
+        if asked.until_found and kind not in FINE:
+            break
     shut_down()
     print({kind: round(seconds, 1) for kind, seconds in took.items()})
     return {key: (count, seeds[key]) for key, count in counts.items()}
@@ -153,14 +166,16 @@ def candidates(program: Program) -> Iterator[Program]:
         units = wrap["units"][:number] + wrap["units"][number + 1 :]
         yield program | {"wrap": wrap | {"units": units}}
     plain = {"precision": None, "offload": False, "memory": "caching", "unused": "none"}
-    plain |= {"reshard": [None], "strategy": "zero3"}
+    plain |= {"reshard": [None], "strategy": "zero3", "early": False}
     for name, value in plain.items():
         if wrap[name] != value and wrap["how"] == "fully_shard":
             yield program | {"wrap": wrap | {name: value}}
-    less = {"optimizer": "sgd", "ranks": 2, "dtype": "float64", "tp": False}
+    less = {"optimizer": "sgd", "ranks": 2, "dtype": "float64", "tp": False, "spread": 0}
     less["compile"] = {"paths": [], "first": False}
     for name, value in less.items():
-        if program[name] != value and not (name == "ranks" and program["tp"]):
+        if program[name] != value and not (
+            name == "ranks" and (program["tp"] or program["spread"])
+        ):
             yield program | {name: value}
     used = {path for unit in wrap["units"] for path in unit} | {op.get("path", "") for op in ops}
     for path, spec in walk(program["tree"]):
@@ -168,7 +183,7 @@ def candidates(program: Program) -> Iterator[Program]:
         below = f"{path}.parts.{last}".lstrip(".")
         if last >= 0 and not any(one == below or one.startswith(below + ".") for one in used):
             yield _edited(program, path, lambda node: node["parts"].pop())
-        for name in ("frozen", "tied", "checkpoint", "returns", "residual", "by_rank", "own"):
+        for name in MARKS:
             if spec.get(name):
                 yield _edited(program, path, lambda node, name=name: node.pop(name))
         if spec["kind"] == "seq" and not spec["parts"]:

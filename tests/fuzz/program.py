@@ -32,15 +32,12 @@ class FuzzError(Exception):
 
 @dataclass
 class Context:
-    """What the modules of one model share: where the program stands, and casts of a reference."""
+    """What the modules of one model share: where the program stands, and what they keep."""
 
     step: int = 0
     rank: int = 0
-    cast: torch.dtype | None = None  # of weights, where no library does it
     bombs: set[str] = field(default_factory=set)  # "forward" or "backward"
-
-    def weight(self, value: Tensor | None) -> Tensor | None:
-        return value if value is None or self.cast is None else value.to(self.cast)
+    kept: list[Tensor] = field(default_factory=list)  # views of weights, until they are looked at
 
 
 class Both(NamedTuple):
@@ -64,6 +61,7 @@ class Node(nn.Module):
     def __init__(self, spec: dict[str, Any], width: int, context: Context) -> None:
         super().__init__()
         self.spec, self.context = spec, context
+        self.given: Tensor | None = None  # its input, where that is no argument
         kind, bias = spec["kind"], spec.get("bias", True)
         if kind == "linear":
             self.fc = nn.Linear(width, width, bias)
@@ -93,13 +91,15 @@ class Node(nn.Module):
             self.own = nn.Parameter(torch.ones(width) + 0.1 * torch.randn(width))
         self.parts = nn.ModuleList(Node(part, width, context) for part in spec.get("parts", ()))
 
-    def linear(self, fc: nn.Linear, x: Tensor) -> Tensor:
-        if self.context.cast is None:
-            return fc(x)
-        return F.linear(x, self.context.weight(fc.weight), self.context.weight(fc.bias))
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+    def forward(self, x: Tensor | None, tokens: Tensor) -> Any:
+        if x is None:
+            x, self.given = self.given, None
         y = getattr(self, self.spec["kind"] + "_")(x, tokens)
+        if self.spec.get("keeps") and torch.is_grad_enabled():
+            weights = [p for name, p in self.named_parameters() if "." not in name or "fc" in name]
+            self.context.kept += [weight.detach()[:2] for weight in weights if weight.dim() == 2]
+        if self.spec.get("hooked") and y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.75)
         match self.spec.get("returns"):
             case "tuple":
                 return y, [None, y * 0.5]
@@ -110,25 +110,24 @@ class Node(nn.Module):
         return y
 
     def linear_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return torch.tanh(self.linear(self.fc, x))
+        return torch.tanh(self.fc(x))
 
     def mlp_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return x + self.linear(self.down, F.gelu(self.linear(self.up, x)))
+        return x + self.down(F.gelu(self.up(x)))
 
     def norm_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        weight = self.context.weight
-        return F.layer_norm(x, x.shape[-1:], weight(self.norm.weight), weight(self.norm.bias))
+        return self.norm(x)
 
     def embed_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return x + F.embedding(tokens, self.context.weight(self.table.weight))
+        return x + self.table(tokens)
 
     def scale_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return x * self.context.weight(self.gain) + self.context.weight(self.shift)
+        return x * self.gain + self.shift
 
     def lora_(self, x: Tensor, tokens: Tensor) -> Tensor:
-        base = self.linear(self.fc, x) if self.spec.get("base_first") else None
-        low = F.linear(F.linear(x, self.context.weight(self.a)), self.context.weight(self.b))
-        return torch.tanh((self.linear(self.fc, x) if base is None else base) + low)
+        base = self.fc(x) if self.spec.get("base_first") else None
+        low = F.linear(F.linear(x, self.a), self.b)
+        return torch.tanh((self.fc(x) if base is None else base) + low)
 
     def buffer_(self, x: Tensor, tokens: Tensor) -> Tensor:
         if self.training:
@@ -152,7 +151,7 @@ class Node(nn.Module):
             p for p in self.parts[0].parameters() if p.dim() == 2 and p.shape[1] == x.shape[1]
         ]
         y = first(self.parts[0](x, tokens)) if self.spec.get("calls_too", True) else x
-        return y + (F.linear(y, self.context.weight(weights[0])).mean(1, True) if weights else 0)
+        return y + (F.linear(y, weights[0]).mean(1, True) if weights else 0)
 
     def seq_(self, x: Tensor, tokens: Tensor) -> Tensor:
         calls = self.spec["calls"]
@@ -160,14 +159,16 @@ class Node(nn.Module):
         y = x
         for number in calls[index % len(calls)]:
             y = self.call(self.parts[number % len(self.parts)], y, tokens) if self.parts else y
-        y = y * self.context.weight(self.own) if self.spec.get("own") == "used" else y
+        y = y * self.own if self.spec.get("own") == "used" else y
         return y + x if self.spec.get("residual") else y
 
     def call(self, part: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
         how = part.spec.get("checkpoint")
-        if how is None or not torch.is_grad_enabled():
-            return first(part(x, tokens))
-        return first(checkpoint(part, x, tokens, use_reentrant=how == "reentrant"))
+        if how is not None and torch.is_grad_enabled():
+            return first(checkpoint(part, x, tokens, use_reentrant=how == "reentrant"))
+        if part.spec.get("by_attribute"):
+            part.given, x = x, None
+        return first(part(x, tokens))
 
 
 def first(value: Any) -> Tensor:
@@ -205,4 +206,19 @@ def build(program: Program, context: Context) -> Node:
                 matrix = parameter.dim() > 1
                 if {"all": True, "weights": matrix, "rest": not matrix, "half": number % 2}[how]:
                     parameter.requires_grad_(False)
+        if how := spec.get("hook"):
+            _hook(module, how)
     return model
+
+
+def _hook(module: nn.Module, how: str) -> None:
+    """A hook of torch's on a module, which changes values."""
+    match how:
+        case "forward":
+            module.register_forward_hook(lambda module, args, y: y * 0.9)
+        case "pre":
+            module.register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))
+        case "backward":
+            module.register_full_backward_hook(
+                lambda module, grads, _: tuple(g if g is None else g * 0.8 for g in grads)
+            )

@@ -6,142 +6,19 @@ Both log the same things in the same order: losses, norms, gradients, parameters
 
 from __future__ import annotations
 
-from functools import cache
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import shardwise as sw
-from shardwise.placements import STRATEGIES
-from tests.fuzz.program import (
-    ROWS,
-    WORDS,
-    Context,
-    FuzzError,
-    Node,
-    Program,
-    build,
-    first,
-    walk,
-)
+from tests.fuzz.program import ROWS, WORDS, FuzzError, Program, build, first
+from tests.fuzz.replica import Replica, full, local, sharded_optimizer, wrap
 
-Log = list[tuple[str, Any]]
-
-
-@cache
-def mesh_of(axes: int, ranks: int) -> DeviceMesh:
-    outer = 2 if ranks % 2 == 0 else 1
-    shape, names = (
-        ((ranks,), ("dp",)) if axes == 1 else ((outer, ranks // outer), ("dp_outer", "dp"))
-    )
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-@cache
-def tensor_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def wrap(model: Node, program: Program, ranks: int, strategy: str | None = None) -> None:
-    """Wrap the units of a program, in its order."""
-    how = program["wrap"]
-    placements = STRATEGIES[strategy or how["strategy"]]
-    mesh = tensor_mesh() if program["tp"] else mesh_of(placements.num_axes, ranks)
-    pairs = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for path, spec in walk(program["tree"]) if program["tp"] else ():
-        if spec["kind"] == "mlp":
-            parallelize_module(model.get_submodule(path), mesh["tp"], pairs)
-    compiled = [model.get_submodule(path) for path in program["compile"]["paths"]]
-    for module in compiled if program["compile"]["first"] else ():
-        module.compile(backend="aot_eager")
-    _wrap(model, program, ranks, placements, mesh)
-    for module in compiled if not program["compile"]["first"] else ():
-        module.compile(backend="aot_eager")
-
-
-def _wrap(model: Node, program: Program, ranks: int, placements: Any, mesh: DeviceMesh) -> None:
-    how = program["wrap"]
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "placements": placements,
-        "unused_parameters": how["unused"],
-        "memory": how["memory"],
-    }
-    if how["precision"]:
-        options["precision"] = sw.Precision(**how["precision"])
-    if how["how"] == "data_parallel":
-        bucket = {"bucket_mb": 0.0005, "overlap_gather": how["overlap"]}
-        sw.data_parallel(model, **options, **bucket)
-        return
-    if how["offload"]:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for number, paths in enumerate(how["units"]):
-        modules = [model.get_submodule(path) for path in paths]
-        reshard = how["reshard"][number % len(how["reshard"])]
-        if type(reshard) is int and (ranks == 1 or placements != STRATEGIES["zero3"]):
-            reshard = None
-        options["reshard_after_forward"] = reshard
-        if how["precision"]:
-            options["precision"] = sw.Precision(**precision_of(modules, how["precision"]))
-        sw.fully_shard(modules if len(modules) > 1 else modules[0], **options)
-
-
-def precision_of(modules: list[nn.Module], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Weights in bf16 where a unit has no linear of its own that fp8 could be for."""
-    wrapped = {
-        parameter
-        for module in modules
-        for unit in module.modules()
-        if isinstance(unit, sw.ShardedModule)
-        for parameter in unit.parameters()
-    }
-    linears = (m for module in modules for m in module.modules() if isinstance(m, nn.Linear))
-    own = any(linear.weight not in wrapped for linear in linears)
-    return wanted if own or "fp8" not in wanted["weights"] else wanted | {"weights": "bf16"}
-
-
-def optimizer_of(name: str, model: nn.Module) -> Any:
-    rest = sw.adamw(lr=1e-2, eps=1e-3)
-    match name:
-        case "muon":
-            return sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=rest)
-        case "sw_adamw":
-            return sw.optimizer(model, matrix=None, elementwise=rest)
-        case "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9 * (name == "momentum"))
-
-
-def full(value: Any) -> Tensor:
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach().clone()
-
-
-def local(value: Tensor) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-class Replica:
-    """One model, its optimizer, and what it has under way."""
-
-    def __init__(self, program: Program, rank: int, ranks: int, wrapped: bool, cast: Any) -> None:
-        self.context = Context(rank=rank, cast=cast)
-        self.model = build(program, self.context)
-        if wrapped:
-            wrap(self.model, program, ranks)
-        self.optimizer = optimizer_of(program["optimizer"], self.model)
-        self.slots: dict[int, tuple[Tensor, Tensor]] = {}
-        self.waiting: dict[str, Tensor] = {}  # the reference: gradients that were not averaged yet
-        self.log: Log = []
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}  # else gradients are dropped
 
 
 class Run:
@@ -149,21 +26,28 @@ class Run:
 
     def __init__(self, program: Program, replicas: list[Replica], scratch: str) -> None:
         self.program, self.replicas, self.scratch = program, replicas, scratch
-        self.sharded = len(replicas) == 1 and program["ranks"] > 1
+        self.sharded = replicas[0].wrapped
         self.counter = 0
-        self.whole = True  # gradients are where the user looks for them
-        self.sync = True
+        self.number = 0  # of the op that runs
+        self.sync = True  # whether a backward shows its gradients where the user looks for them
         self.gathered = False  # by hand
+        self.strategy = program["wrap"]["strategy"]
         paths = [path for unit in program["wrap"]["units"] for path in unit]
-        names = [name for name, _ in replicas[0].model.named_parameters()]
-        self.all_reduced = all(any(not p or n.startswith(p + ".") for p in paths) for n in names)
+        names = list(replicas[0].named())
         self.reduced = {n for n in names if any(not p or n.startswith(p + ".") for p in paths)}
+        self.all_reduced = len(self.reduced) == len(names)
+        # sw.optimizer leaves alone, with a warning, what is frozen when it is built.
+        trained = {name for name, p in replicas[0].named().items() if p.requires_grad}
+        self.thaws = trained if program["optimizer"] in ("muon", "sw_adamw") else set(names)
+        precision = program["wrap"]["precision"] or {}
+        self.wire = torch.bfloat16 if precision.get("reduce", "fp32") == "bf16" else None
 
     def run(self) -> None:
-        for number, op in enumerate(self.program["ops"]):
-            self.place = f"op {number} {op['op']}"
+        ops = self.program["ops"]
+        for self.number, op in enumerate(ops):
+            self.place = f"op {self.number} {op['op']}"
             getattr(self, "do_" + op["op"])(op)
-        self.place = "the end"
+        self.number, self.place = len(ops), "the end"
         self.do_look({})
 
     def note(self, replica: Replica, what: str, value: Any) -> None:
@@ -185,52 +69,74 @@ class Run:
     def call(self, replica: Replica, module: nn.Module) -> tuple[Tensor, Tensor]:
         """(input, loss) of a module on this replica's batch."""
         x, tokens = self.batch(replica)
-        given = x if replica.context.cast is None else x.to(replica.context.cast)
+        given = x
+        if replica.narrow is not None:
+            replica.narrow.refresh()
+            given = x.bfloat16()
         out = first(module(given, tokens))
         return x, out.to(x.dtype).square().mean()
 
     def do_forward(self, op: dict[str, Any]) -> None:
         self.counter += 1
         for replica in self.replicas:
+            penalty = self.penalty(replica) if op.get("penalty") else 0.0
             x, loss = self.call(replica, replica.model)
-            replica.slots[op["slot"]] = x, loss
+            replica.slots[op["slot"]] = x, loss + penalty
             self.note(replica, "loss", full(loss))
+
+    def penalty(self, replica: Replica) -> Tensor:
+        """On weights at rest."""
+        terms = [0.1 * p.square().sum() for p in replica.named().values() if p.requires_grad]
+        return sum(terms, torch.zeros(()))
 
     def do_backward(self, op: dict[str, Any]) -> None:
         losses = []
         for replica in self.replicas:
-            _, loss = replica.slots.get(op["slot"], (None, None))
+            x, loss = replica.slots.get(op["slot"], (None, None))
             if not op["keep"]:
                 replica.slots.pop(op["slot"], None)
-            losses.append(loss if loss is not None and loss.requires_grad else None)
+            usable = loss is not None and loss.requires_grad
+            if usable and op.get("double") and x.requires_grad:
+                (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + grad.square().sum()
+            losses.append(loss if usable else None)
         if any(loss is not None for loss in losses):
             self.backward(losses, op["keep"])
+        for replica in self.replicas:
+            for number, view in enumerate(replica.context.kept):
+                self.note(replica, f"kept weight {number}", full(view))
+            replica.context.kept.clear()
 
-    def backward(self, losses: list[Tensor | None], keep: bool = False) -> None:
+    def backward(self, losses: list[Any], keep: bool = False) -> None:
         if self.sharded:
             losses[0].backward(retain_graph=keep)
             return
         before, came = [], []
         for replica, loss in zip(self.replicas, losses, strict=True):
-            named = dict(replica.model.named_parameters())
-            before.append({name: p.grad for name, p in named.items()})
-            for p in named.values():
-                p.grad = None
+            before.append(self.taken(replica.named()))
+            if replica.narrow is not None:
+                replica.narrow.freeze()
             if loss is not None:
                 loss.backward(retain_graph=keep)
-            for name, p in named.items():
-                if p.grad is not None:
-                    old = replica.waiting.get(name)
-                    replica.waiting[name] = local(p.grad) if old is None else old + local(p.grad)
+            brought = self.taken(replica.named())
+            if replica.narrow is not None:
+                narrow = self.taken(replica.narrow.copies)
+                for name, grad in narrow.items():
+                    mine = brought.get(name)
+                    wide = grad.to(replica.named()[name].dtype)
+                    brought[name] = wide if mine is None else wide + mine
+            for name, grad in brought.items():
+                old = replica.waiting.get(name)
+                replica.waiting[name] = local(grad) if old is None else old + local(grad)
             came.append(replica.waiting)
         names = dict.fromkeys(name for waiting in came for name in waiting)
         for replica, old in zip(self.replicas, before, strict=True):
-            for name, p in replica.model.named_parameters():
-                p.grad = old[name]
+            for name, p in replica.named().items():
+                p.grad = old.get(name)
                 if not self.sync or name not in names:
                     continue
                 if name in self.reduced:
-                    parts = [w[name] for w in came if name in w]
+                    parts = [w[name].to(self.wire) for w in came if name in w]
                     new = torch.stack(parts).sum(0) / len(self.replicas)
                 elif name in replica.waiting:
                     new = replica.waiting[name]
@@ -240,34 +146,34 @@ class Run:
                     p.grad = torch.zeros_like(p)
                 with torch.no_grad():
                     local(p.grad).add_(new)
+                if name in replica.hooked:
+                    halve(p)
         if self.sync:
             for replica in self.replicas:
                 replica.waiting = {}
+
+    @staticmethod
+    def taken(named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients that are here, which are here no more."""
+        found = {name: p.grad for name, p in named.items() if p.grad is not None}
+        for p in named.values():
+            p.grad = None
+        return found
 
     def do_grad(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
             x, loss = replica.slots.get(op["slot"], (None, None))
             if loss is None or not loss.requires_grad or not x.requires_grad:
                 continue
-            of = (
-                [x]
-                if op["of"] == "x"
-                else [p for p in replica.model.parameters() if p.requires_grad]
-            )
-            found = torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
-            if op["of"] == "x":
-                self.note(replica, "gradient of x", found[0])
-            else:
-                self.note(replica, "gradients found", sum(g is not None for g in found))
+            (found,) = torch.autograd.grad(loss, [x], retain_graph=True, allow_unused=True)
+            self.note(replica, "gradient of x", found)
 
     def do_raise(self, op: dict[str, Any]) -> None:
         self.counter += 1
         raised, losses = False, []
         for replica in self.replicas:
             replica.context.bombs = {op["where"]}
-            kept = {name: p.grad for name, p in replica.model.named_parameters()}
-            for p in replica.model.parameters() if not self.sharded else ():
-                p.grad = None
+            kept = {} if self.sharded else self.taken(replica.named())
             try:
                 losses.append(self.call(replica, replica.model)[1])
                 if op["where"] == "backward" and losses[-1].requires_grad:
@@ -276,8 +182,10 @@ class Run:
                 raised = True
             replica.context.bombs = set()
             if not self.sharded:  # plain torch has added some of them
-                for name, p in replica.model.named_parameters():
-                    p.grad = kept[name]
+                if replica.narrow is not None:
+                    self.taken(replica.narrow.copies)
+                for name, p in replica.named().items():
+                    p.grad = kept.get(name)
             self.note(replica, "raised", raised)
         if not raised and op["where"] == "backward":
             if not self.sharded and losses[0].requires_grad:
@@ -289,15 +197,15 @@ class Run:
                 if op["after"] == "reset" and isinstance(replica.model, sw.ShardedModule):
                     replica.model.reset_iter_state()
                 else:
-                    replica.model.zero_grad()
-            self.whole = self.sync  # nothing waits
+                    self.drop_gradients(replica)
+        for replica in self.replicas:
+            replica.context.kept.clear()
 
     def do_eval(self, op: dict[str, Any]) -> None:
         self.counter += 1
         for replica in self.replicas:
             replica.model.train(op["mode"] == "dropped")
-            grad = op["mode"] in ("eval", "dropped")
-            with torch.set_grad_enabled(grad), torch.inference_mode(op["mode"] == "inference"):
+            with MODES.get(op["mode"], nullcontext)():
                 loss = full(self.call(replica, replica.model)[1])
             self.note(replica, "loss", loss)
             replica.model.train()
@@ -314,15 +222,16 @@ class Run:
     # ------------------------------------------------------------------ gradients
 
     def do_switch(self, op: dict[str, Any]) -> None:
-        self.whole = op["on"]
-        if op["name"] == "set_requires_gradient_sync":
-            self.sync = op["on"]
+        """Of strategies that reduce in every backward, one switch alone lets gradients wait."""
+        waits = op["name"] == "set_requires_gradient_sync"
+        waits |= self.strategy not in ("zero2", "zero3")
+        self.sync = op["on"] or not waits
         for unit in self.units(self.replicas[0]) if self.sharded else ():
             getattr(unit, op["name"])(op["on"])
 
     def do_scale(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
-            for p in replica.model.parameters():
+            for p in replica.named().values():
                 if p.grad is not None:
                     p.grad.mul_(0.5)
 
@@ -333,32 +242,69 @@ class Run:
             if clip is not None:
                 norm = clip(0.1)
             else:
-                norm = nn.utils.clip_grad_norm_(replica.model.parameters(), 0.1)
+                norm = nn.utils.clip_grad_norm_(replica.named().values(), 0.1)
             self.note(replica, "norm", full(norm))
+
+    def do_hook(self, op: dict[str, Any]) -> None:
+        """A hook on a parameter: called once in a backward, with the reduced gradient."""
+        for replica in self.replicas:
+            found = [name for name, p in replica.named().items() if p.requires_grad]
+            name = found[op["number"] % len(found)] if found else None
+            if name is None or name in replica.hooked or name not in self.reduced:
+                continue
+            replica.hooked.add(name)
+            if self.sharded:
+                replica.named()[name].register_post_accumulate_grad_hook(halve)
 
     def do_step(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
             replica.optimizer.step()
             replica.context.step += 1
 
+    def drop_gradients(self, replica: Replica, none: bool = True) -> None:
+        owner = replica.model if replica.narrow is None else replica.optimizer
+        owner.zero_grad(set_to_none=none)
+
     def do_zero_grad(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
             replica.waiting = {}
-            replica.model.zero_grad(set_to_none=op["none"])
+            self.drop_gradients(replica, op["none"])
+
+    def do_keep(self, op: dict[str, Any]) -> None:
+        """Gradients, or values of a state dict, that somebody keeps while training goes on."""
+        for replica in self.replicas:
+            named = replica.named()
+            if op["what"] == "gradients" and self.sync:
+                found = {n: p.grad for n, p in named.items() if p.grad is not None}
+            else:
+                found = {name: p.detach() for name, p in named.items()}
+            replica.kept = {f"{op['what']} {name}": value for name, value in found.items()}
 
     # ------------------------------------------------------------------ weights
 
+    def at_rest(self, replica: Replica) -> dict[str, Tensor]:
+        """The parameters at rest: after a forward that no backward followed, or ``unshard()``,
+        modules hold whole ones."""
+        for unit in self.units(replica) if not replica.slots else ():
+            unit.reshard()
+        return replica.named()
+
     def do_freeze(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
-            replica.model.get_submodule(op["path"]).requires_grad_(op["on"])
+            inside = op["path"] + "." if op["path"] else ""
+            for name, p in replica.named().items():
+                if name.startswith(inside) and (not op.get("half") or p.dim() > 1):
+                    p.requires_grad_(op["on"] and name in self.thaws)
 
     def do_edit(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:
-            found = list(replica.model.parameters())
+            found = list(self.at_rest(replica).values())
             p = found[op["number"] % len(found)] if found else torch.ones(1)
             p = {"mul": lambda p: p, "data": lambda p: p.data, "local": local}[op["how"]](p)
             with torch.no_grad():
                 p.mul_(1.5)
+            if replica.narrow is not None:
+                replica.narrow.written = dict.fromkeys(replica.narrow.written, -1)
 
     def do_unit(self, op: dict[str, Any]) -> None:
         """A method of a wrapped module, which changes no values."""
@@ -369,15 +315,45 @@ class Run:
             if handle is not None:
                 handle.wait()
 
+    def do_average(self, op: dict[str, Any]) -> None:
+        """A moving average of the weights, or that average put in their place."""
+        for replica in self.replicas:
+            named = self.at_rest(replica)
+            with torch.no_grad():
+                if not replica.average:
+                    replica.average = {n: copy.deepcopy(p).detach() for n, p in named.items()}
+                for name, mean in replica.average.items():
+                    if op["back"]:
+                        named[name].copy_(mean)
+                    else:
+                        mean.lerp_(named[name], 0.5)
+
+    def do_snapshot(self, op: dict[str, Any]) -> None:
+        for replica in self.replicas:
+            self.at_rest(replica)
+            if op["load"] and replica.snapshot is not None:
+                replica.load(replica.snapshot)
+            elif not op["load"]:
+                replica.snapshot = replica.state()
+
     def do_roundtrip(self, op: dict[str, Any]) -> None:
         """Values go out and come back: the reference does nothing. A checkpoint has one value of
         a parameter that no rank reduces (a warning says so)."""
         if op["how"] == "checkpoint" and not self.all_reduced:
             return
+        if op["how"] == "checkpoint":
+            self.strategy = op["strategy"]
+            if self.program["wrap"]["how"] == "data_parallel" and self.strategy == "zero3":
+                self.strategy = "zero1"
         for replica in self.replicas:
             if op["how"] == "checkpoint":
                 replica.slots.clear()
-                replica.model.zero_grad()
+                replica.kept.clear()
+                replica.hooked.clear()
+                self.drop_gradients(replica)
+                for name, p in replica.named().items():  # before an optimizer is built
+                    if self.program["optimizer"] in ("muon", "sw_adamw"):
+                        p.requires_grad_(name in self.thaws)
         if not self.sharded:
             return
         replica = self.replicas[0]
@@ -391,25 +367,31 @@ class Run:
             path = Path(self.scratch) / self.place.replace(" ", "-")
             sw.save(path, replica.model, replica.optimizer)
             fresh = build(self.program, replica.context)
-            for ours, theirs in zip(fresh.parameters(), replica.model.parameters(), strict=True):
-                ours.requires_grad_(theirs.requires_grad)
+            trained = {n: p.requires_grad for n, p in replica.model.named_parameters()}
+            for name, p in fresh.named_parameters():
+                p.requires_grad_(trained[name])
                 with torch.no_grad():
-                    ours.zero_()
-            strategy = op["strategy"]
-            if self.program["wrap"]["how"] == "data_parallel" and strategy == "zero3":
-                strategy = "zero1"
-            wrap(fresh, self.program, self.program["ranks"], strategy)
+                    p.zero_()
+            wrap(fresh, self.program, self.program["ranks"], self.strategy)
             replica.model = fresh
-            replica.optimizer = optimizer_of(self.program["optimizer"], fresh)
+            replica.optimizer = sharded_optimizer(self.program["optimizer"], fresh)
             sw.load(path, fresh, replica.optimizer)
 
     def do_look(self, op: dict[str, Any]) -> None:
+        whole = self.place == "the end"
         for replica in self.replicas:
             for unit in self.units(replica) if self.gathered else ():
                 unit.reshard()
-            for name, p in replica.model.named_parameters():
-                self.note(replica, name, full(p))
-                if self.whole:
-                    self.note(
-                        replica, f"gradient of {name}", None if p.grad is None else full(p.grad)
-                    )
+            for name, p in replica.named().items():
+                self.note(replica, name, replica.shown(name, p, whole))
+                if self.sync:
+                    grad = None if p.grad is None else replica.shown(name, p.grad, whole)
+                    self.note(replica, f"gradient of {name}", grad)
+            for kind, found in (("kept", replica.kept), ("average", replica.average)):
+                for name, value in found.items():
+                    self.note(replica, f"{kind} {name}", replica.shown(name, value, whole))
+
+
+@torch.no_grad()
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
