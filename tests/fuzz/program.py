@@ -219,6 +219,9 @@ def _hook(module: nn.Module, how: str) -> None:
         case "pre":
             module.register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))
         case "backward":
-            module.register_full_backward_hook(
-                lambda module, grads, _: tuple(g if g is None else g * 0.8 for g in grads)
-            )
+            module.register_full_backward_hook(lambda module, grads, _: tuple(map(_less, grads)))
+
+
+def _less(grad: Tensor | None) -> Tensor | None:
+    """A smaller gradient; of tokens there is none, or zeros."""
+    return grad if grad is None or not grad.is_floating_point() else grad * 0.8
