@@ -275,7 +275,7 @@ SHAPES = ((16384, 2048), (16384, 5632), (16384, 14336), (16384, 28672))
 
 
 def kernel_tables() -> Iterator[Table]:
-    from shardwise.kernels import fp8_block as kernels
+    from shardwise.kernels import fp8_codes as kernels
     from shardwise.precision import fp8_block
 
     copied = torch.randn(16384, 14336, device="cuda", dtype=torch.bfloat16)
@@ -329,7 +329,7 @@ def kernel_tables() -> Iterator[Table]:
 
 def block_encoder() -> Callable[[], object]:
     """Encodes the weights of one block of the 0.96B GPT in one launch."""
-    from shardwise.kernels import fp8_block as kernels
+    from shardwise.kernels import fp8_codes as kernels
 
     matrices, start = [], 0
     for rows, columns in [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]:

@@ -116,7 +116,7 @@ def microseconds(call: Callable[[], object], count: int = 200) -> float:
 
 def parts(device: torch.device) -> None:
     """What one call takes the host; small shapes, so that the device is never behind."""
-    from shardwise.kernels import fp8_block as kernels
+    from shardwise.kernels import fp8_codes as kernels
     from shardwise.kernels import launch
     from shardwise.precision import fp8_block
     from shardwise.precision.fp8 import SQUARE_128, encode

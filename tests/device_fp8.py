@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.kernels import fp8_block as kernels
+from shardwise.kernels import fp8_codes as kernels
 from shardwise.kernels import grouped_activation
 from shardwise.moe.activation import Form, clamped_quick_geglu, squared_relu, swiglu
 from shardwise.moe.coded import CodedRows, Into, expert_codes, quantise_rows

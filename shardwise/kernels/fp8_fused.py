@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_block.py``.
+"""Norms, SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_codes.py``.
 
 ::
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.fp8_block import WIDE, high, load_tile, low, to_words, write_tile
+from shardwise.kernels.fp8_codes import WIDE, high, load_tile, low, to_words, write_tile
 from shardwise.kernels.grouped import interpreted
 from shardwise.kernels.grouped_activation import sigmoid
 from shardwise.kernels.launch import run

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.fp8_block import WIDE, block_scale
+from shardwise.kernels.fp8_codes import WIDE, block_scale
 from shardwise.kernels.grouped import ActivationNumbers, interpreted, max_blocks
 from shardwise.kernels.grouped_activation import act_backward, act_forward, places, rounded
 from shardwise.kernels.grouped_fc1 import first_row

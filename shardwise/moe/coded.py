@@ -195,9 +195,9 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> ExpertCodes:
     codes = plane.codes.view(shape)
     scales = plane.scales.view(experts, rows // plane.block[0], columns // plane.block[1])
     if phase == "backward" and uses_kernels(codes.device):
-        from shardwise.kernels import fp8_block
+        from shardwise.kernels import fp8_codes
 
-        codes, _ = fp8_block.turn(codes, scales)
+        codes, _ = fp8_codes.turn(codes, scales)
     elif phase == "backward":
         codes = codes.transpose(-2, -1).contiguous()
     return ExpertCodes(shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous())
@@ -208,10 +208,10 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
     if uses_kernels(x.device):
-        from shardwise.kernels import fp8_block
+        from shardwise.kernels import fp8_codes
 
         source = x.to(torch.bfloat16).contiguous()
-        fp8_block.quantise_rows(source, codes, scales, rounding="rceil")
+        fp8_codes.quantise_rows(source, codes, scales, rounding="rceil")
     elif not x.is_meta:
         codes, each = encode_reference(x, (1, x.shape[1]), "rceil")
         scales = each.view(-1)

@@ -304,15 +304,15 @@ def encode(
     if x.numel() == 0 or x.is_meta:  # plans: torch would spend milliseconds on shapes
         return planes
     if uses_kernels(x.device) and ROW_128 not in blocks:
-        from shardwise.kernels import fp8_block, mxfp8
+        from shardwise.kernels import fp8_codes, mxfp8
 
         source = x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.bfloat16)
         source = source.detach().contiguous()
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         if SQUARE_128 in by_block:
-            matrix = fp8_block.Matrix(x.shape[0], x.shape[1], 0, 0)
-            tiles = fp8_block.list_tiles(matrix.cut(sharing), x.device) if sharing else None
-            fp8_block.encode(source, *by_block.pop(SQUARE_128), tiles=tiles, rounding=rounding)
+            matrix = fp8_codes.Matrix(x.shape[0], x.shape[1], 0, 0)
+            tiles = fp8_codes.list_tiles(matrix.cut(sharing), x.device) if sharing else None
+            fp8_codes.encode(source, *by_block.pop(SQUARE_128), tiles=tiles, rounding=rounding)
         mxfp8.encode(source, by_block, rceil=rounding == "rceil")
         return planes
     for plane in planes:

@@ -124,9 +124,9 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
     """
     codes, scales, others, other_scales = empty(x, rows, turned)
     if uses_kernels(x.device):
-        from shardwise.kernels import fp8_block
+        from shardwise.kernels import fp8_codes
 
-        fp8_block.quantise(
+        fp8_codes.quantise(
             x.to(torch.bfloat16).contiguous(),
             (codes, scales) if rows else None,
             (others, other_scales) if turned else None,
@@ -155,7 +155,7 @@ def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> 
         return quantise(first, rows, 1, rounding)
     if not uses_kernels(first.device):
         return quantise(torch.cat(list(parts), 1), rows, 1, rounding)
-    from shardwise.kernels import fp8_block
+    from shardwise.kernels import fp8_codes
 
     found = empty(first, rows, 1, sum(part.shape[1] for part in parts))
     codes, scales, turned, turned_scales = found
@@ -165,7 +165,7 @@ def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> 
         planes = None
         if rows:
             planes = codes.narrow(1, low, wide), scales.narrow(0, low // WIDE, -(-wide // WIDE))
-        fp8_block.quantise(
+        fp8_codes.quantise(
             part.to(torch.bfloat16).contiguous(),
             planes,
             (turned.narrow(0, low, wide), turned_scales.narrow(1, low, wide)),
@@ -207,10 +207,10 @@ def quantise_heads(x: Tensor, rounding: Rounding) -> Quantised:
     batch, tokens, heads, width = x.shape
     if counts() or not uses_kernels(x.device):
         return quantise(x.reshape(batch * tokens, heads * width), True, WIDE, rounding)
-    from shardwise.kernels import fp8_block
+    from shardwise.kernels import fp8_codes
 
     found = empty(x.new_empty(batch * tokens, 0), True, WIDE, heads * width)
-    fp8_block.quantise(x, found[:2], found[2:], square=True, rounding=rounding)
+    fp8_codes.quantise(x, found[:2], found[2:], square=True, rounding=rounding)
     return found
 
 
@@ -272,9 +272,9 @@ def multiply(
     if scaled_problem(codes.device) is None:
         if phase == "forward":
             return scaled_by_blocks(codes, scales, *plane.right, dtype)
-        from shardwise.kernels import fp8_block
+        from shardwise.kernels import fp8_codes
 
-        turned = fp8_block.turn(plane.codes, plane.scales)
+        turned = fp8_codes.turn(plane.codes, plane.scales)
         return scaled_by_blocks(codes, scales, *right_side(*turned), dtype)
     left = _decoded(codes, scales)
     weight = decode_reference(plane.codes, plane.scales, plane.block, torch.float32)

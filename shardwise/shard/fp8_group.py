@@ -104,7 +104,7 @@ class GroupPlane(Gathered):
         known = self.block == SQUARE_128 and values.dtype in (torch.bfloat16, torch.float32)
         if not (known and values.device == memory.device and uses_kernels(memory.device)):
             return False
-        from shardwise.kernels import fp8_block as kernels
+        from shardwise.kernels import fp8_codes as kernels
 
         if self._tiles is None:
             places = zip(self.layout.items, self.layout.starts, source.pieces, strict=True)

@@ -20,7 +20,7 @@ from tests.interpreter import INSIDE, inside, loops
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
 if INSIDE:
-    from shardwise.kernels import fp8_block as kernels
+    from shardwise.kernels import fp8_codes as kernels
     from shardwise.kernels import fp8_fused, grouped_codes
 
 

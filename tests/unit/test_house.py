@@ -200,6 +200,20 @@ def test_every_file_is_short_licensed_and_finished() -> None:
     assert (long, bare, left) == ([], [], [])
 
 
+def same_names(paths: list[Path]) -> dict[str, list[str]]:
+    """Names that several files have: whoever is asked to open one must be told which."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.name, []).append(str(path))
+    return {name: each for name, each in found.items() if len(each) > 1 and name[:2] != "__"}
+
+
+def test_every_file_of_the_package_has_its_own_name() -> None:
+    assert same_names(PACKAGE) == {}
+    made = [Path("a/muon.py"), Path("b/muon.py"), Path("a/__init__.py"), Path("b/__init__.py")]
+    assert same_names(made) == {"muon.py": ["a/muon.py", "b/muon.py"]}
+
+
 # ------------------------------------------------------------------------------- negative controls
 
 

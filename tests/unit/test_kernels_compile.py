@@ -23,7 +23,7 @@ from shardwise.kernels import (  # noqa: E402
     adamw,
     block,
     factors,
-    fp8_block,
+    fp8_codes,
     fp8_fused,
     momentum,
     product,
@@ -168,7 +168,7 @@ def test_fp8_in_blocks_of_128() -> None:
         constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
         constants |= {"native": True, "even": even, "alone": even, "heads": rceil}
         constants |= {"ragged": ragged}
-        check(compiled(fp8_block._quantise_kernel, constants, pointers), products=False)
+        check(compiled(fp8_codes._quantise_kernel, constants, pointers), products=False)
     words = {"h_ptr": "*i32", "weight_ptr": "*i32", "factors_ptr": "*fp32"}
     for even in (True, False):
         constants = {"rceil": even, "even": even, "assembly": True}
@@ -186,10 +186,10 @@ def test_fp8_in_blocks_of_128() -> None:
         constants = {"listed": listed, "measures": measures, "shared": shared, "wide": wide}
         types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
         constants |= {"rceil": shared, "native": True, "ragged": ragged}
-        check(compiled(fp8_block._encode_kernel, constants, types), products=False)
+        check(compiled(fp8_codes._encode_kernel, constants, types), products=False)
     pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
     for ragged in (False, True):
-        check(compiled(fp8_block._turn_kernel, {"ragged": ragged}, pointers), products=False)
+        check(compiled(fp8_codes._turn_kernel, {"ragged": ragged}, pointers), products=False)
     constants = {"high": 4, "wide": 2048, "rceil": False, "native": True}
-    made = compiled(fp8_block._rows_kernel, constants, pointers | {"x_ptr": "*i16"})
+    made = compiled(fp8_codes._rows_kernel, constants, pointers | {"x_ptr": "*i16"})
     check(made, products=False)

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.checkpoint import CheckpointError
 from shardwise.optim import functions
 from shardwise.optim.functions import ANY
-from shardwise.optim.functions.muon import orthogonalise
+from shardwise.optim.functions.muon_variants import orthogonalise
 from shardwise.optim.matrix_function import State
 from shardwise.train.config import OptimizerName
 from tests.models import Weights, make_model

@@ -2,7 +2,7 @@
 """Matrix optimizers as functions, in files that can be copied: ANY[name](lr=...)."""
 
 from shardwise.optim.functions.dion import dion
-from shardwise.optim.functions.muon import adamuon, muon, normuon
+from shardwise.optim.functions.muon_variants import adamuon, muon, normuon
 from shardwise.optim.functions.scion import scion, spectral_lion
 from shardwise.optim.functions.shampoo import shampoo
 from shardwise.optim.functions.soap import soap

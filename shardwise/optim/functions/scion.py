@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.optim.functions.muon import orthogonalise
+from shardwise.optim.functions.muon_variants import orthogonalise
 from shardwise.optim.matrix_function import State, matrix_optimizer
 
 
