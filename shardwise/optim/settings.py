@@ -74,6 +74,10 @@ class GroupSettings:
         self.classes = classes
         self._possible: list[dict[str, Any]] = []
 
+    def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of a group's settings."""
+        return (*_names(self.classes[group["kind"]]), *_options(group))
+
     def own(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group, as the class of its kind takes them."""
         known = _names(self.classes[group["kind"]])
@@ -93,7 +97,7 @@ class GroupSettings:
         return None
 
     def _values(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        names = (*_names(self.classes[group["kind"]]), *_options(group), *_UNKNOWN)
+        names = (*self.names(group), *_UNKNOWN)
         values = map(group.get, names)
         return {
             name: value if type(value) in _PLAIN else _version(value)
@@ -117,8 +121,9 @@ class GroupSettings:
 
     def _group_problem(self, group: Mapping[str, Any]) -> str | None:
         kind, options = group["kind"], _options(group)
-        needed = [*_names(self.classes[kind]), *options]
-        if missing := [name for name in needed if name not in group and name != "options"]:
+        if missing := [
+            name for name in self.names(group) if name not in group and name != "options"
+        ]:
             return f"{', '.join(missing)} was taken out: set it again"
         if unknown := [name for name in _UNKNOWN if group.get(name) and name not in options]:
             return (

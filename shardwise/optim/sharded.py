@@ -404,14 +404,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """The groups of a state dict, their parameters in the order of this optimizer's where the
         names are the same; raises where a state has another shape than its parameter."""
-        found, problems = [], []
+        found, problems, states = [], [], state_dict["state"]
         for mine, group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             names, params = [self._name(p) for p in mine["params"]], group["params"]
             saved = dict(zip(group.get("param_names", ()), params, strict=False))
             if saved.keys() == set(names) and len(saved) == len(names):
                 params = [saved[name] for name in names]
             without = {key: value for key, value in group.items() if key != "param_names"}
-            found.append(without | {"params": params})
+            own = {key: mine[key] for key in self._settings.names(mine) if key in mine}
+            self._warn_of_gaps(
+                [key for key in own if key not in (*group, *MACHINE_SETTINGS)],
+                [name for name, at in zip(names, params, strict=False) if at not in states],
+            )
+            found.append(own | without | {"params": params})
             of_parameters = mine["kind"] != "function"
             problems += [
                 f"'{name}' of shape {list(parameter.shape)} would get {key} of {list(value.shape)}"
@@ -426,6 +431,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
             )
         return found
+
+    def _warn_of_gaps(self, settings: list[str], parameters: list[str]) -> None:
+        if settings:
+            text = "the state dict lacks %s, which stay as this optimizer has them"
+            warn_once(logger, text, quoted(settings))
+        if parameters:
+            text = "the state dict has no states of %s, which begin anew with zeros"
+            warn_once(logger, text, quoted(parameters))
 
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:

@@ -319,6 +319,25 @@ def test_states_are_loaded_by_name() -> None:
         renamed.load_state_dict(optimizer.state_dict())
 
 
+def test_gaps_of_a_state_dict_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A setting that an older version did not have, a state that somebody took out."""
+    model = Weights(SHAPES | {"vector": (6,)})
+    one = sw.optimizer(model, matrix=sw.muon(momentum=0.8), elementwise=sw.adamw())
+    set_gradients(model, 0)
+    one.step()
+    saved = copy.deepcopy(one.state_dict())
+    one.load_state_dict(copy.deepcopy(saved))
+    assert not caplog.records
+    del saved["param_groups"][0]["momentum"], saved["param_groups"][0]["step_bytes"]
+    number, name = (saved["param_groups"][0][key][1] for key in ("params", "param_names"))
+    del saved["state"][number]
+    one.load_state_dict(saved)
+    lacks, begins = (record.getMessage() for record in caplog.records)
+    assert "lacks 'momentum', which stay" in lacks and one.param_groups[0]["momentum"] == 0.8
+    assert f"has no states of '{name}', which begin anew" in begins
+    one.step()
+
+
 def test_another_kind_of_state_dict_is_refused() -> None:
     model = Weights(SHAPES | {"vector": (6,)})
     one = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
