@@ -412,9 +412,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 params = [saved[name] for name in names]
             without = {key: value for key, value in group.items() if key != "param_names"}
             own = {key: mine[key] for key in self._settings.names(mine) if key in mine}
+            trained = [p.requires_grad for p in mine["params"]]
+            stateless = [
+                name
+                for name, at, moves in zip(names, params, trained, strict=False)
+                if moves and at not in states
+            ]
             self._warn_of_gaps(
                 [key for key in own if key not in (*group, *MACHINE_SETTINGS)],
-                [name for name, at in zip(names, params, strict=False) if at not in states],
+                stateless if states else [],  # else it was taken before a step
             )
             found.append(own | without | {"params": params})
             of_parameters = mine["kind"] != "function"
