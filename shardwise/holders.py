@@ -4,13 +4,18 @@
 Between a forward and its backward autograd holds views of weights, which backward reads once they
 are gathered again: their memory can be given back. What a list, a closure or an attribute of a
 module holds may be read at any time: its memory cannot.
+
+Hooks for saved tensors that are set around a unit (``save_on_cpu``, and others that offload
+activations) see no views of weights that its forward gathered: autograd holds these as it does
+without hooks. A hook that kept one would look like somebody else, and one that copies it on a
+stream of its own would read it after its release.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -60,7 +65,7 @@ def is_kept(storage: torch.UntypedStorage, ours: set[int], since: int) -> bool:
     these may have become old."""
     ages = range(2 if since == time_now() else 3)
     young = [one for age in ages for one in gc.get_objects(age)]
-    kinds = {kind for kind in set(map(type, young)) if issubclass(kind, (Tensor, FunctionCtx))}
+    kinds = {kind for kind in set(map(type, young)) if issubclass(kind, (Tensor, *_AUTOGRADS))}
     found: list[Any] = [one for one in young if type(one) in kinds]
     young.clear()  # it is among them
     here = {id(one) for one in found if isinstance(one, Tensor) and _lies_in(one, storage)}
@@ -68,7 +73,7 @@ def is_kept(storage: torch.UntypedStorage, ours: set[int], since: int) -> bool:
         return False
     counts = dict(zip(map(id, found), count_references(found), strict=True))
     # What autograd holds alone: its nodes, and tensors, which may hold others (DTensors).
-    autograds = [one for one in found if isinstance(one, FunctionCtx) or not counts[id(one)]]
+    autograds = [one for one in found if isinstance(one, _AUTOGRADS) or not counts[id(one)]]
     inside = Counter(map(id, _referents(autograds)))
     return any(counts[one] > inside[one] for one in here - ours)
 
@@ -88,3 +93,80 @@ def _referents(objects: list[Any]) -> list[Any]:
         objects = [one for one in new if type(one) in (dict, list, tuple) and id(one) not in seen]
         seen.update(map(id, objects))
     return found
+
+
+# ------------------------------------------------------------------ hooks for saved tensors
+
+
+class _Saved:
+    """A view of weights that autograd saved while hooks of others were set."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def unpack(self) -> Tensor:
+        """The view; raises where autograd would without hooks, which compare no versions."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"backward reads a weight {list(self._tensor.shape)} that was written since its "
+                f"forward, or that is not gathered again (set_unshard_in_backward(False))"
+            )
+        return self._tensor
+
+
+_AUTOGRADS = (FunctionCtx, _Saved)  # objects of Python that belong to nodes of a graph
+
+
+class _BesideWeights:
+    """Others' hooks for saved tensors, which see no view of gathered weights."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._pack, self._unpack, self.depth = pack, unpack, 1
+
+    def pack(self, tensor: Tensor) -> Any:
+        local: Any = getattr(tensor, "_local_tensor", tensor)
+        stored: bool = torch._C._has_storage(local)  # type: ignore[attr-defined]
+        if stored and hasattr(local.untyped_storage(), "shardwise_lent"):
+            return _Saved(tensor)
+        return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed.unpack() if type(packed) is _Saved else self._unpack(packed)
+
+
+def mark_lent(storage: torch.UntypedStorage) -> None:
+    """Hide tensors in the memory from hooks, from now on."""
+    storage.shardwise_lent = True  # type: ignore[attr-defined]
+
+
+def hooks_of_others() -> bool:
+    """Whether hooks for saved tensors are set that see weights as well."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return top is not None and _beside_weights(top) is None
+
+
+def hide_from_hooks() -> None:
+    """The forward of a unit begins: hide weights from hooks that others have set around it, but
+    from graphs, which torch.compile traces."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if top is None or isinstance(top[0], torch.nn.Module):
+        return
+    if (ours := _beside_weights(top)) is not None:
+        ours.depth += 1
+    else:
+        ours = _BesideWeights(*top)
+        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)  # type: ignore[attr-defined]
+
+
+def show_to_hooks() -> None:
+    """That forward has ended, or raised: the hooks are those of before it."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if top is not None and (ours := _beside_weights(top)) is not None:
+        ours.depth -= 1
+        if not ours.depth:
+            torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+
+
+def _beside_weights(top: tuple[Any, Any]) -> _BesideWeights | None:
+    owner = getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, _BesideWeights) else None

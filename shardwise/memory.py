@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.holders import count_holders, count_references, is_kept, time_now
+from shardwise.holders import count_holders, count_references, is_kept, mark_lent, time_now
 
 
 class Ledger:
@@ -144,6 +144,7 @@ class Block:
         """Others may make views from here on: count the owner's, which are all there, without
         ``shown``, those that it hands out itself."""
         self.own, self._lent_at = self.own or self.holders - len(shown), time_now()
+        mark_lent(self.storage)
 
     def lent(self, shown: Sequence[torch.Tensor] = (), references: int = 0) -> int:
         """The number of views that others hold, and of their references to ``shown``, of which the

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Beside, Buffer, Gathered, GatherPlan, Part
-from shardwise.holders import storage_of
+from shardwise.holders import hooks_of_others, storage_of
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
@@ -408,18 +408,18 @@ class Group:
             parameter.show_gone(gone)
 
     def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
-        """Whether somebody keeps a view of the whole weights. What hooks for saved tensors keep
-        looks like others': nothing is looked for while there are any but a checkpoint's."""
+        """Whether somebody keeps a view of the whole weights. What others' hooks for saved tensors
+        keep looks like somebody's: nothing is looked for where these see weights."""
         memory = copy.memory
         if memory.tensor.is_meta:
             return False
         number = memory.lent()
         if for_good or number in memory.autograds:
             return for_good and number > 0
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
         ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]
         ours += [*self.unsharded, *(self._plan.views if self._plan else ())]
-        return (not hooked or in_checkpoint()) and memory.is_kept(number, set(map(id, ours)))
+        unknown = hooks_of_others() and not in_checkpoint()
+        return not unknown and memory.is_kept(number, set(map(id, ours)))
 
     def keep_part(self, runtime: Flow, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.holders import hide_from_hooks, show_to_hooks
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.lockstep import STEP
 from shardwise.notices import warn_once
+from shardwise.shard.flow import in_checkpoint, in_recomputation
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -254,6 +256,8 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
+    if not in_checkpoint() and not in_recomputation():  # which count all that autograd saves
+        hide_from_hooks()
     return unit._pre_forward(module, args, kwargs)
 
 
@@ -267,7 +271,8 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 @uncompiled
 def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
     """Put the sharded parameters back after a forward that raised: code that catches the exception
-    and calls ``model.zero_grad()`` means the sharded parameters."""
+    and calls ``model.zero_grad()`` means the sharded parameters. And others' hooks after each."""
+    show_to_hooks()
     unit = unit_of(module)
     if unit is None or not unit.calls.running:
         return
