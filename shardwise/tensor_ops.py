@@ -3,7 +3,7 @@
 
     kind          examples                              what runs
     alias         detach, view of the same shape        the same local memory, the same version
-    factory       zeros_like, new_empty                 on the local, same cut
+    factory       zeros_like, new_empty                 on the local, same cut (NaN: to_empty)
     pointwise     add_, where, lerp                     on the locals, same cut (else gathered)
     foreach       _foreach_addcmul_                     on lists of locals
     fused         _fused_adamw_                         the same, without empty locals
@@ -55,14 +55,13 @@ from shardwise.tensor_writes import note
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 _ALIASES = {"detach", "alias", "expand", "view_as", "lift_fresh"}
-_FACTORIES = {"empty_like", "zeros_like", "ones_like", "full_like"}
-_FACTORIES |= {"new_empty", "new_zeros", "new_ones", "new_full"}
+_FILLED = ("empty", "zeros", "ones", "full")
+_FACTORIES = {name for one in _FILLED for name in (f"{one}_like", f"new_{one}")}
 # Element by element, though torch does not tag them so.
 _POINTWISE = {"_to_copy", "zero_", "fill_", "fill", "masked_fill_", "_pin_memory", "clone"}
 _RANDOM = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_"}
 _RANDOM |= {"cauchy_", "geometric_", "rand_like", "randn_like", "randint_like"}
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
-_NORMS = {"linalg_vector_norm", "norm"}
 _VALUES = {"sum", "mean", "max", "min", "amax", "amin", "any", "all", "count_nonzero", "dot"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 _FORMATS = (None, torch.preserve_format, torch.contiguous_format)
@@ -112,7 +111,7 @@ class Operations:
             return partial(self._view, name)
         if name in _FACTORIES:
             return self._factory
-        if name in _NORMS:
+        if name in ("linalg_vector_norm", "norm"):
             return self._norm
         if name in _VALUES:
             return partial(self._value, name)
@@ -352,7 +351,10 @@ class Operations:
             if not same_shape(rest[0], cut):  # a tensor of another shape is a plain one
                 return whole(func(source._local_tensor, *rest, **kwargs))
             rest[0] = list(cut.local_shape)
-        return self.wrap(func(source._local_tensor, *rest, **kwargs), cut)
+        made = func(source._local_tensor, *rest, **kwargs)
+        if "empty_like" in func._schema.name and source.is_meta and made.is_floating_point():
+            made.fill_(torch.nan)  # by to_empty: the first forward sees what nobody has written
+        return self.wrap(made, cut)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target, source, *rest = args
@@ -381,14 +383,12 @@ class Operations:
                 copy(target, source, *rest, **kwargs)
 
     def _random(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Every rank draws all numbers and keeps its own: one seed gives one model, cut or not.
-        Replicas whose generators differ take the first one's numbers (collective over them), but
-        before the first forward of a model born on the meta device, which does that itself."""
-        target, rest = args[0], args[1:]
+        """Every rank draws all numbers and keeps its own: one seed gives one model. Replicas whose
+        generators differ take the first one's (collective); a model born on meta, in forward."""
+        target, *rest = args
         if type(target) is not self.kind or any(isinstance(one, Tensor) for one in rest):
             self._refuse(func, args, kwargs)
-        cut, local = target.cut, target._local_tensor
-        unsynced = target.version is not None and target.version.unsynced
+        cut, local, version = target.cut, target._local_tensor, target.version
         seed = checksum_of_generator(local, kwargs.get("generator"))
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         drawn = func(full, *rest, **kwargs)
@@ -397,7 +397,8 @@ class Operations:
             local.copy_(cut.take(full))
         else:
             target = self.wrap(cut.take(drawn).clone(), cut)
-        for axis in () if unsynced or local.is_meta else cut.replica_axes:
+        unsynced = local.is_meta or (version is not None and version.unsynced)
+        for axis in () if unsynced else cut.replica_axes:
             comm.purpose = f"a check of random numbers for '{cut.name}'"
             apart = differ(seed, axis)
             comm.purpose = ""

@@ -14,10 +14,12 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise import comm
 from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
@@ -157,24 +159,34 @@ def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-EMPTY = "_shardwise_empty"  # of memory that to_empty made: its state, which any write changes
+EMPTY = "_shardwise_empty"  # of a buffer that to_empty made: its version, which any write changes
 
 
 def warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of parameters and buffers that ``to_empty`` made and nothing has written."""
-    groups = [one for unit in units for one in unit.groups if one.main.flat.numel()]
-    empty = [one for one in groups if getattr(one.main.flat, EMPTY, None) == one.main.state]
-    names = [item.name for one in empty for item in one.items]
+    """Warn of parameters and buffers that ``to_empty`` made and nothing has written: such
+    parameters are NaN. Ranks ask each other, because each has other pieces."""
+    groups = [one for unit in units for one in unit.groups if one.main.version.unsynced]
+    found = numpy.array(
+        [_is_nan(one.main.view(i)) for one in groups for i in range(len(one.items))]
+    )
+    for axis in dict.fromkeys(axis for one in groups for axis in one.ranks.axes):
+        found = comm.any_rank(found, axis)
+    names = [item.name for one in groups for item in one.items]
+    names = [name for name, empty in zip(names, found, strict=True) if empty]
     named = [(name, one) for name, one in model.named_buffers() if hasattr(one, EMPTY)]
     names += [name for name, one in named if one._version == getattr(one, EMPTY)]
     if names:
         warn_once(
             logger,
-            "%s hold whatever was in memory: to_empty() made them and nothing has written them "
-            "since. Initialise or load them before the first forward (a state dict has no "
-            "persistent=False buffers; sw.mark_written tells of writes that torch cannot see)",
+            "%s: to_empty() made them and nothing has written them since; parameters are NaN then, "
+            "and buffers whatever was in memory. Initialise or load them before the first forward "
+            "(a state dict has no persistent=False buffers)",
             quoted(names),
         )
+
+
+def _is_nan(values: Tensor) -> bool:
+    return values.numel() > 0 and bool(values.isnan().all())
 
 
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:

@@ -116,17 +116,15 @@ class ShardedModule(FSDPModule):
         units = list(units_of(self))  # type: ignore[arg-type]
         for error in [unit.rest() for unit in units]:
             refuse(error)
-        groups = [one for unit in units for one in unit.groups if one.main.flat.is_meta]
         held = [(each._buffers, name) for each in self.modules() for name in each._buffers]  # type: ignore[attr-defined]
         meta = [place for place in held if (one := place[0][place[1]]) is not None and one.is_meta]
         # Past FSDPModule, whose own version knows torch's buffers only.
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
             unit.adopt()
-        made = [(group.main.flat, group.main.state) for group in groups]
-        for one, seen in made + [(a[b], a[b]._version) for a, b in meta]:
-            if not one.is_meta:  # by to_empty, which has no values
-                setattr(one, EMPTY, seen)
+        for buffers, name in meta:
+            if not buffers[name].is_meta:  # by to_empty, which has no values
+                setattr(buffers[name], EMPTY, buffers[name]._version)
         return result
 
     # ------------------------------------------------------------------ gradient accumulation
