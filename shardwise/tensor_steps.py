@@ -99,19 +99,24 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters beside ours that no unit has: each rank steps its own copy."""
-    ranks = max((p.cut.full_mesh.size() for p in _ours(optimizer)), default=1)
-    every = (p for group in optimizer.param_groups for p in group["params"])
+    """Warn of trainable parameters that no unit has, beside ours in this optimizer or elsewhere in
+    the process: each rank steps its own copy."""
     plain = [
         p
-        for p in every
+        for group in optimizer.param_groups
+        for p in group["params"]
         if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
-    if ranks == 1 or not plain:
+    if not plain:
+        return
+    objects = gc.get_objects()
+    ours = (one for one in objects if type(one) is ShardedTensor)
+    ranks = max((one.cut.full_mesh.size() for one in ours), default=1)
+    if ranks == 1:
         return
     reduced = {  # by DDP, or torch's replicate, around our units
         id(p)
-        for one in gc.get_objects()
+        for one in objects
         if issubclass(type(one), nn.parallel.DistributedDataParallel)
         for p in one._module_parameters
     }
@@ -122,8 +127,8 @@ def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
             "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, beside "
             "sharded parameters: nothing averages their gradients over the %d ranks, and each "
             "rank's copy goes its own way. Wrap the module that holds them (the model itself, "
-            "after its blocks), or pass them in ignored_params where you average them yourself "
-            "or mean them to differ",
+            "after its blocks), or pass them in ignored_params of any unit where you average them "
+            "yourself or mean them to differ",
             type(optimizer).__name__,
             quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in alone]),
             ranks,

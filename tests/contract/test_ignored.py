@@ -136,6 +136,21 @@ def test_parameters_that_nobody_wrapped_are_told_of(
     assert not told or f"updates {name}" in text, text
 
 
+@pytest.mark.parametrize("ignoring", [False, True])
+@on_ranks(2, fresh=True)
+def test_an_optimizer_of_their_own_is_told_of_too(
+    rank: int, world_size: int, ignoring: bool
+) -> None:
+    """Of what nobody wrapped alone: a head, or another model beside the sharded one."""
+    net = rootless(world_size, ignoring)
+    word_loss(net, rank).backward()
+    optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)
+    text = said("shardwise.tensor_steps", optimizer.step)
+    told = "updates 'a parameter of shape [17, 10]', 'a parameter of shape [17]'" in text
+    assert told == (rank == 0 and not ignoring), text
+    assert "averages" not in said("shardwise.tensor_steps", optimizer.step)
+
+
 @on_ranks(2)
 def test_no_warning_where_ddp_is_around_the_units(rank: int, world_size: int) -> None:
     net = rootless(world_size)
