@@ -66,6 +66,7 @@ class Gradients:
         self.brought: list[bool] = []
         self._waited: set[int] = set()  # the parameters whose microbatches began to wait
         self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
+        self.unwanted: bool = False  # a backward for inputs alone: kernels write aside
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self._final = True  # whether no later backward adds to them, as far as the user says
         self.last = True  # whether they go all the way to the main grad
@@ -106,10 +107,10 @@ class Gradients:
 
     # ------------------------------------------------------------------ where gradients go
 
-    def begin(self, *, sync: bool, last: bool, zeros: bool) -> None:
+    def begin(self, *, sync: bool, last: bool, zeros: bool, unwanted: bool = False) -> None:
         """A backward starts: will its gradients be reduced, and all the way? ``zeros``: parameters
-        without a gradient show zeros."""
-        self.shows_zeros = zeros
+        without a gradient show zeros. ``unwanted``: it is for inputs alone."""
+        self.shows_zeros, self.unwanted = zeros, unwanted
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
         self._final = last
@@ -123,7 +124,10 @@ class Gradients:
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for one parameter's gradient in this microbatch, and whether it is
-        undefined."""
+        undefined; memory of its own where nobody wants it."""
+        if self.unwanted:
+            shape = self.layout.items[index].shape
+            return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
         target = self._open_target()
         views = self._views_of(target)
         if not target.block.own:
@@ -132,7 +136,8 @@ class Gradients:
 
     def mark_written(self, index: int) -> None:
         """A kernel brings this parameter's gradient in this microbatch."""
-        self._written.add(index)
+        if not self.unwanted:
+            self._written.add(index)
 
     def _open_target(self) -> Buffer:
         if self._open is None:

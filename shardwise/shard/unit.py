@@ -317,7 +317,8 @@ class Unit(Wrapped):
         """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
         last, zeros = self.last and self.reduce_outer, self.unused == "zeros"
         for group in self.groups:
-            group.gradients.begin(sync=self.sync, last=last, zeros=zeros)
+            aside = self.runtime.for_inputs
+            group.gradients.begin(sync=self.sync, last=last, zeros=zeros, unwanted=aside)
         self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:
@@ -454,7 +455,7 @@ class Unit(Wrapped):
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
-            group.gradients.came = []
+            group.gradients.came, group.gradients.unwanted = [], False
         if self.phase is Phase.RESTING and self.release_after_backward:
             refuse(self.put_away())
 

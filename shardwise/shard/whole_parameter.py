@@ -161,8 +161,8 @@ class Whole(Tensor):
 
     @grad_added_to_main_grad.setter
     def grad_added_to_main_grad(self, value: bool) -> None:
-        self._added = bool(value)
-        if value:
+        self._added = bool(value) and not self._group.unwanted
+        if self._added:
             self._group.mark_written(self._index)
             self._group.on_written(self._index)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.contract.helpers import (
     ranks_for,
     transient_bytes,
     vector_loss,
+    vectors,
     wrap,
 )
 from tests.ranks import on_ranks, run_ranks
@@ -269,3 +271,37 @@ def train_as_computed(rank: int, size: int, strategy: str, microbatches: int) ->
 )
 def test_gradients_as_autograd_computed_them(strategy: str, microbatches: int, size: int) -> None:
     run_ranks(train_as_computed, size, strategy, microbatches)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
+@on_ranks(ranks_for)
+def test_a_backward_for_inputs_writes_no_gradient(
+    rank: int, world_size: int, strategy: str, overwrite: bool
+) -> None:
+    """``torch.autograd.grad`` of inputs: what a kernel writes meanwhile, for it does not know
+    better, reaches neither microbatches that wait nor gradients that are there."""
+    net, plain = pair(FusedNet)
+    wrap(net, world_size, strategy)
+    tell(net, fused=True, overwrite=overwrite)
+
+    def slope() -> None:
+        inputs = [vectors(rank, 9).requires_grad_() for _ in range(2)]
+        found = [
+            torch.autograd.grad(model(x).square().sum(), x)[0]
+            for model, x in zip((net, plain), inputs, strict=True)
+        ]
+        torch.testing.assert_close(*found)
+
+    for step in range(2):
+        slope()
+        assert all(one.grad is None for one in net.parameters())
+        for last in (False, True):
+            net.set_is_last_backward(last)
+            net.set_requires_gradient_sync(last)
+            vector_loss(net, rank, 2 * step + last).backward()
+            slope()
+            average_gradients(plain, partial(vector_loss, step=2 * step + last), world_size)
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
