@@ -63,10 +63,11 @@ def is_kept(storage: torch.UntypedStorage, ours: set[int], since: int) -> bool:
     autograd's do not count, its own nodes with their attributes among them. ``since``: what
     ``time_now()`` was before there were any; the old objects are looked through only where some of
     these may have become old."""
-    ages = range(2 if since == time_now() else 3)
-    young = [one for age in ages for one in gc.get_objects(age)]
+    young = [one for age in (0, 1) for one in gc.get_objects(age)]
+    if since != time_now():  # asked last: to make a list may collect, and make objects old
+        young += gc.get_objects(2)
     kinds = {kind for kind in set(map(type, young)) if issubclass(kind, (Tensor, *_AUTOGRADS))}
-    found: list[Any] = [one for one in young if type(one) in kinds]
+    found: list[Any] = list({id(one): one for one in young if type(one) in kinds}.values())
     young.clear()  # it is among them
     here = {id(one) for one in found if isinstance(one, Tensor) and _lies_in(one, storage)}
     if here <= ours:

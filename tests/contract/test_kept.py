@@ -541,3 +541,31 @@ def test_a_plan_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         model = GPT(GPTConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, context=8))
     sw.plan(model, {"dp": 4}, sw.zero(3), batch=(1, 8))
     assert not looks
+
+
+@pytest.mark.parametrize("collected", [0, 1])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_collection_during_a_look_hides_nothing_and_counts_nothing_twice(
+    held: bool, collected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of objects is an object too: to make it may collect, and put objects that were listed,
+    or are to be listed, into the next age."""
+    listed = gc.get_objects
+
+    def list_objects(generation: int) -> list[Any]:
+        if generation == 1:
+            gc.collect(collected)
+        return listed(generation)
+
+    gc.collect()
+    weight = torch.zeros(4, 4)
+    views = [weight.t()]
+    loss = (torch.ones(4, requires_grad=True) @ views[0]).sum()
+    since = holders.time_now()
+    if collected:
+        gc.collect(0)
+    if not held:
+        views.clear()  # autograd has it alone
+    monkeypatch.setattr(gc, "get_objects", list_objects)
+    assert holders.is_kept(weight.untyped_storage(), {id(weight)}, since) == held
+    assert loss.requires_grad
