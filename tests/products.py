@@ -22,21 +22,37 @@ def keep_one_product() -> None:
         return
     torch.backends.mkldnn.set_flags(False)
     with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-        for name in ("mm", "bmm", "addmm", "baddbmm"):
-            _products.impl(name, _widened(name), "CPU", with_keyset=True)
+        for name in ("mm", "bmm"):
+            _products.impl(name, _widened(name), "CPU")
+        for name in ("addmm", "baddbmm"):
+            _products.impl(name, _widened_sum(name), "CPU")
 
 
 _products = torch.library.Library("aten", "IMPL")
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+# Every product of every test comes through here, most of them in fp32.
 
 
 def _widened(name: str) -> Callable[..., Any]:
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
-    def product(keys: Any, *args: Any, **options: Any) -> Any:
-        dtype = args[-1].dtype
-        if dtype not in (torch.bfloat16, torch.float16):
-            return kernel.call_boxed(keys, *args, **options)
-        wide = (one.float() for one in args)
-        return kernel.call_boxed(keys, *wide, **options).to(dtype)
+    def product(a: Any, b: Any) -> Any:
+        if (dtype := b.dtype) is torch.float32 or dtype not in _NARROW:
+            return kernel(_CPU, a, b)
+        return kernel(_CPU, a.float(), b.float()).to(dtype)
+
+    return product
+
+
+def _widened_sum(name: str) -> Callable[..., Any]:
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+
+    def product(c: Any, a: Any, b: Any, **factors: Any) -> Any:
+        if (dtype := b.dtype) is torch.float32 or dtype not in _NARROW:
+            return kernel(_CPU, c, a, b, **factors)
+        return kernel(_CPU, c.float(), a.float(), b.float(), **factors).to(dtype)
 
     return product
