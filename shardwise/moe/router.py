@@ -37,7 +37,7 @@ from shardwise.mesh import Ranks
 from shardwise.moe import forgotten
 from shardwise.moe.activation import wide
 from shardwise.uncompiled import operator
-from shardwise.words import bound_problems, choice_problems
+from shardwise.words import bound_problems, choice_problems, type_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,9 @@ class Routing:
     sequence_loss: float = 0.0  # coefficient of the load-balance loss of each sequence
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r} must be an int"
-            for name in ("num_experts", "experts_per_token", "groups", "groups_per_token")
-            if type(getattr(self, name)) is not int
-        ]
-        if not problems and not 1 <= self.experts_per_token <= self.num_experts:
+        if problems := type_problems(self):
+            raise ValueError("this routing cannot work: " + "; ".join(problems))
+        if not 1 <= self.experts_per_token <= self.num_experts:
             problems.append(
                 f"experts_per_token={self.experts_per_token} must lie between 1 and "
                 f"num_experts={self.num_experts}"

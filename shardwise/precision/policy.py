@@ -131,6 +131,8 @@ class Precision:
     gradients: ShownGradients = "main"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cast_inputs, bool):  # "no" would be true
+            raise ValueError(f"Precision(cast_inputs={self.cast_inputs!r}): True or False")
         known = _PRODUCTS[self.format] if self.format else ("emulated",)
         if self.products not in (None, *known):
             raise ValueError(

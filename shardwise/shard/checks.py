@@ -344,6 +344,8 @@ def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
 
 
 def step_problems(gather_in_step: bool, placements: Placements) -> list[str]:
+    if not isinstance(gather_in_step, bool):  # "no" would be true
+        return [f"gather_in_step={gather_in_step!r}: True or False"]
     if not gather_in_step or SHARD not in placements.compute:
         return []
     return [

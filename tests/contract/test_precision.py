@@ -221,6 +221,8 @@ def test_precision_and_mp_policy_together_are_refused(rank: int, world_size: int
 def test_a_dtype_that_no_weight_can_have_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="weights"):
         sw.Precision(weights=value)
+    with pytest.raises(ValueError, match=r"cast_inputs='no'\): True or False"):
+        sw.Precision(cast_inputs="no")  # type: ignore[arg-type]
 
 
 class Layer(nn.Module):

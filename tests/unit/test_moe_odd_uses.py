@@ -175,8 +175,14 @@ def test_parameters_that_were_swapped_and_odd_numbers_are_named() -> None:
             mlp(torch.randn(4, 8), ends, torch.ones(4))
     with pytest.raises(ValueError, match=r"rows are a list: give a tensor \[rows, 8\]"):
         mlp([1.0], ends, torch.ones(4))
-    with pytest.raises(ValueError, match=r"num_experts=6\.0 must be an int; experts_per_tok"):
+    with pytest.raises(
+        ValueError, match=r"num_experts=6\.0 is a float: .*; experts_per_token=True"
+    ):
         Routing(num_experts=6.0, experts_per_token=True)  # type: ignore[arg-type]
+    wrong = {"normalise": "no", "bias_rate": True, "capacity_factor": True, "z_loss": "0.1"}
+    for name, value in wrong.items():  # "no" is true, and True is 1
+        with pytest.raises(ValueError, match=f"{name}={value!r} is a "):
+            Routing(num_experts=4, experts_per_token=2, **{name: value})  # type: ignore[arg-type]
     layer = MixtureOfExperts(
         Routing(num_experts=4, experts_per_token=2), 8, 16, activation=swiglu()
     )
