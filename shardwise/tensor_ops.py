@@ -50,7 +50,7 @@ from shardwise.tensor_whole import (
     whole,
     whole_value,
 )
-from shardwise.tensor_writes import note
+from shardwise.tensor_writes import note, remember
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -228,22 +228,25 @@ class Operations:
             kwargs, cut = self._keywords(func, kwargs, cut)
         assert cut is not None, "dispatch found one of ours"
         if uneven:
-            pairs = zip(args, operands, strict=True)
             operands = [
-                self._align(func, cut, given) if isinstance(given, Tensor) else local
-                for given, local in pairs
+                self._align(func, cut, one) if isinstance(one, Tensor) else local
+                for one, local in zip(args, operands, strict=True)
             ]
         if writes:
             self._write(func, args[:1], [*args[1:], *given.values()])
             func(*operands, **kwargs)
             return args[0]
         if out is not None:
-            self._write(func, [kwargs[out]], args)
-            return self._pointwise_out(func, operands, kwargs, out, cut)
+            target = kwargs.pop(out)
+            if type(target) is not kind:
+                _refuse_cut(func, cut, "it can't be written into a plain tensor")
+            self._write(func, [target], args)
+            func(*operands, **kwargs, **{out: self._align(func, cut, target)})
+            return target
         result = func(*operands, **kwargs)
-        if isinstance(result, Tensor):
-            return self.wrap(result, cut)
-        return tuple(self.wrap(one, cut) for one in result)
+        alone = isinstance(result, Tensor)
+        made = tuple(self.wrap(one, cut) for one in ((result,) if alone else result))
+        return remember(func, [*args, *given.values()], made)[0 if alone else slice(None)]
 
     def _keywords(
         self, func: Any, kwargs: dict[str, Any], cut: Cut | None
@@ -260,17 +263,13 @@ class Operations:
             plain[name] = value if keep else self._align(func, cut, value)
         return plain, cut
 
-    def _pointwise_out(self, func: Any, operands: Any, kwargs: Any, out: str, cut: Cut) -> Any:
-        target = kwargs.pop(out)
-        if type(target) is not self.kind:
-            _refuse_cut(func, cut, "it can't be written into a plain tensor")
-        func(*operands, **kwargs, **{out: self._align(func, cut, target)})
-        return target
-
     def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
-        """Tell of a write that comes next to those that are weights or gradients."""
-        ours = [one for one in targets if type(one) is self.kind and one.version is not None]
-        note(func, ours, operands)
+        """Tell of a write that comes next to weights and gradients, or to what was made of them."""
+        ours = [one for one in targets if type(one) is self.kind]
+        if watched := [one for one in ours if one.version is not None]:
+            note(func, watched, operands)
+        else:
+            remember(func, [*targets, *operands], ours)
 
     def _foreach(
         self,
@@ -308,7 +307,8 @@ class Operations:
         if writes:
             return None
         pairs = zip(result, cuts, strict=True)
-        return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
+        made = [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
+        return remember(func, args, made)
 
     def _align_list(
         self, func: Any, cuts: list[Cut | None], operand: Sequence[Any]
@@ -330,7 +330,8 @@ class Operations:
         source = args[0]
         if len(args) > 1 and not same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
-        return self.wrap(source._local_tensor, source.cut, source.version)
+        made = self.wrap(source._local_tensor, source.cut, source.version)
+        return remember(func, [source], [made])[0]
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]

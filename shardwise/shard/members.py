@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
+def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[str]) -> None:
     """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
     without_values = [
         f"{name}.{item.name}" if name else item.name
@@ -47,6 +47,14 @@ def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
         raise RuntimeError(
             f"parameters {without_values} are on the meta device and have no values yet: call "
             f"model.to_empty(device=...) and initialise or load them before the first forward"
+        )
+    planned = any(group.device.type == "meta" for unit in units for group in unit.groups)
+    empty = [] if planned else [name for name, one in root.named_buffers() if one.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"buffers {empty} are on the meta device and have no values yet: call "
+            f"model.to_empty(device=...) and compute them again before the first forward (a state "
+            f"dict has no buffers with persistent=False)"
         )
     for precision in dict.fromkeys(unit.precision for unit in units):
         _check_patterns(precision, [unit for unit in units if unit.precision == precision])

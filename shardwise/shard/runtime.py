@@ -107,7 +107,7 @@ class Runtime(Flow):
             inner.follow_moves()
             if inner.members is not None:
                 inner.members.refuse_replaced(inner)
-        check_first_forward(list(units), list(units.values()))
+        check_first_forward(root, list(units), list(units.values()))
         warn_of_heads(root, list(units))
         warn_of_empty(root, list(units))
         groups = [group for inner in units for group in inner.groups]

@@ -73,10 +73,20 @@ class Whole(Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         rest = self._at_rest
+        if value is not None and torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{self.name_here}.grad = ... inside a backward: this rank's own gradient, which "
+                f"nobody would reduce. Return it from the autograd function's backward, or add it "
+                f"to weight.main_grad and set weight.grad_added_to_main_grad = True"
+            )
         if rest is not None:
             rest.grad = value
         with torch._C.DisableTorchFunctionSubclass():
             AUTOGRADS.__set__(self, value if rest is None else None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor of the values: so torch.save writes what hooks of saved tensors keep."""
+        return self.detach().as_subclass(Tensor).clone().__reduce_ex__(protocol)
 
     @property
     def _at_rest(self) -> Tensor | None:

@@ -25,6 +25,7 @@ from tests.contract.helpers import (
     average_gradients,
     check_backward,
     pair,
+    raised,
     ranks_for,
     transient_bytes,
     vector_loss,
@@ -305,3 +306,41 @@ def test_a_backward_for_inputs_writes_no_gradient(
         assert_gradients_equal(net, plain)
         net.zero_grad()
         plain.zero_grad()
+
+
+class SetsGradient(torch.autograd.Function):
+    """x @ W.T, whose backward sets ``W.grad`` itself, as in one process it may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.parameter.grad = grad.T @ x
+        return grad @ weight, None
+
+
+class Setting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SetsGradient.apply(x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_a_gradient_that_backward_sets_by_itself_is_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """Nobody would reduce it: every rank would go on with its own."""
+    net = wrap(Setting(), world_size, strategy)
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    assert "'weight'.grad = ... inside a backward" in message and "main_grad" in message, message
+    net.reset_iter_state()

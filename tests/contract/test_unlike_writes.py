@@ -51,6 +51,18 @@ def own_gradients(net: Any, parameters: list[Any], rank: int) -> None:
         one.grad = torch.randn(one.shape)
 
 
+def other_gradients(net: Any, parameters: list[Any], rank: int) -> None:
+    for one in parameters:
+        one.grad = one.grad / (1 + rank)
+
+
+def other_copies(net: Any, parameters: list[Any], rank: int) -> None:
+    for one in parameters:
+        copy = one.grad.clone()
+        copy.div_(1 + rank)
+        one.grad = copy.detach()
+
+
 def own_elements(net: Any, parameters: list[Any], rank: int) -> None:
     with torch.no_grad():
         net.head.weight[1] = float(rank)
@@ -85,6 +97,18 @@ WRITES: dict[str, tuple[Write, str]] = {
     ),
     "own values": (own_values, "ran aten.copy_.default on 'embedding.weight' with values"),
     "own gradients": (own_gradients, "with plain gradients for"),
+    "gradients set anew": (other_gradients, "the gradient of 'embedding.weight' set to pieces"),
+    "copies of gradients": (other_copies, "the gradient of 'embedding.weight' set to pieces"),
+    "weights set anew": (
+        lambda _, ps, rank: [setattr(p, "data", p.data * (1 + rank)) for p in ps],
+        "ran aten.copy_.default on 'embedding.weight' with pieces made with numbers",
+    ),
+    "lists made of gradients": (
+        lambda _, ps, rank: torch._foreach_add_(
+            [p.grad for p in ps], torch._foreach_mul([p.grad for p in ps], 1.0 + rank)
+        ),
+        "ran aten._foreach_add_.List on",
+    ),
     "own elements": (own_elements, "'head.weight' with 0 and rank 1"),
 }
 
@@ -138,6 +162,7 @@ def test_writes_that_ranks_share_are_right(rank: int, world_size: int, strategy:
             with torch.no_grad():
                 for one in model.parameters():
                     one.sub_(0.1 * one.grad)
+                    one.grad = (one.grad * 1.5).clone() / 1.5
                     one.grad.mul_(torch.full(one.shape, 0.5))
                     one.add_(one.grad)
                     one.clamp_(min=torch.linspace(-1, 0, one.numel()).view(one.shape))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on parameters, other methods than forward, and several roots."""
+"""Hooks on parameters and of saved tensors, other methods than forward, and several roots."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -228,3 +230,21 @@ def test_a_compiled_model_gathers_between_its_graphs(rank: int, world_size: int)
         word_loss(compiled, rank).backward()
         average_gradients(plain, word_loss, world_size)
     assert_gradients_equal(net, plain)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_saved_tensors_may_be_written_and_read(rank: int, world_size: int, strategy: str) -> None:
+    """As hooks do that keep them on a disk."""
+
+    def pack(saved: Tensor) -> bytes:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        return file.getvalue()
+
+    def loss(model: Any, rank: int) -> Tensor:
+        with saved_tensors_hooks(pack, lambda packed: torch.load(io.BytesIO(packed))):
+            return word_loss(model, rank)
+
+    net, plain = pair(Net)
+    check_backward(wrap(net, world_size, strategy), plain, loss, rank, world_size)
