@@ -230,6 +230,7 @@ def _save_undecoded(hook: Any) -> None:
         made(self, *args)
         pack = self.pack_hook
 
+        @functools.wraps(pack)  # whose name says that it is a recomputation's
         def pack_plain(value: Tensor) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return pack(value)

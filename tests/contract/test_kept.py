@@ -20,6 +20,8 @@ import shardwise as sw
 from shardwise import holders, memory
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.shard.flow import in_recomputation
+from shardwise.shard.fp8_parameter import _save_undecoded as save_undecoded
 from shardwise.shard.module import unit_of
 from tests.contract.helpers import (
     STRATEGIES,
@@ -569,3 +571,15 @@ def test_a_collection_during_a_look_hides_nothing_and_counts_nothing_twice(
     monkeypatch.setattr(gc, "get_objects", list_objects)
     assert holders.is_kept(weight.untyped_storage(), {id(weight)}, since) == held
     assert loss.requires_grad
+
+
+def test_a_recomputation_is_known_where_its_hook_is_wrapped() -> None:
+    """As before torch 2.13, for weights in fp8: hooks beside it would hide weights from it."""
+
+    class Older(torch.utils.checkpoint._recomputation_hook):
+        pass
+
+    save_undecoded(Older)
+    with Older(lambda: None, 0):  # type: ignore[arg-type]
+        assert in_recomputation()
+    assert not in_recomputation()
