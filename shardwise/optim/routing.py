@@ -28,8 +28,9 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from shardwise.layout import Shape
 from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.optim.split import Shape, Split
+from shardwise.optim.split import Split
 
 Kind = Literal["matrix", "elementwise"]
 Selector: TypeAlias = "str | nn.Module | Tensor | Callable[[str, Tensor], bool]"

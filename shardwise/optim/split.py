@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import Tensor
 
-Shape = tuple[int, ...]
-Piece = tuple[int, int, int]  # (rank on the shard axis, lo, hi): elements [lo, hi) stored there
+from shardwise.division import Piece as Piece  # its rank: on the shard axis
+from shardwise.layout import Shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -371,7 +371,7 @@ for _place in (torch.autograd.graph, torch.autograd):
 
 
 def _behind(waiting: list[Any], until: Unit | None = None) -> Iterator[Any]:
-    """These nodes and those behind them, as far as the gates of the inputs of ``until``."""
+    """The given nodes and all behind them, as far as the gates of the inputs of ``until``."""
     seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
