@@ -21,22 +21,23 @@ FEATURES = {
     "checkpoint": 25, "compile": 3,
     # how it is wrapped
     "one_unit": 8, "order": 8, "lists": 10, "partial": 4, "zeros": 8, "memory": 12, "offload": 10,
-    "reshard": 30, "early": 15, "data_parallel": 15, "tp": 40, "spread": 50,
+    "reshard": 40, "early": 15, "data_parallel": 15, "tp": 40, "spread": 50,
     # dtypes and optimizers
     "bf16": 14, "fp8": 12, "muon": 18,
     # backwards
-    "micro": 30, "nosync": 25, "late": 15, "second": 20, "grad": 15, "double": 12, "penalty": 8,
+    "micro": 30, "nosync": 25, "late": 15, "second": 20, "grad": 15, "double": 12, "penalty": 14,
     "bomb": 8,
     # gradients
     "clip": 15, "scale": 10, "none": 15, "keep": 15, "accumulate_hook": 12, "forgotten": 8,
     # between steps
-    "eval": 20, "freeze": 25, "edit": 15, "roundtrip": 20, "unshard": 12, "alone": 10,
-    "settings": 12, "average": 15, "snapshot": 15,
+    "eval": 30, "freeze": 25, "edit": 15, "roundtrip": 25, "unshard": 12, "alone": 10,
+    "settings": 12, "average": 15, "snapshot": 25,
 }  # fmt: skip
 # What does not go with a feature: dtypes that do not meet, ranks that would wait for each other,
 # and what is refused by name, so that nothing after it would be compared.
 WITHOUT = {
-    "by_rank": "bomb spread compile second double",
+    "by_rank": "bomb spread compile second double keep",
+    "zeros": "keep",
     "fp8": "partial moe spread peek double bf16 keeps compile tp penalty",
     "bf16": "partial moe spread tp",
     "tp": "peek compile reshard keeps double spread lists penalty average by_attribute",

@@ -161,10 +161,10 @@ FAULTS = {
         "                _bring(Tensor.add_, ours, grad)\n",
         "",
     ),
-    "fp8: backward reads the codes of the step before": (
+    "fp8, hfsdp: codes that the outer axis brought are kept for ever": (
         "shard/fp8_group.py",
-        "stale = in_backward and plane.filled != self.main.state",
-        "stale = False",
+        "if not self._outer or plane.part_filled != state]",
+        "if not self._outer or plane.part_filled is None]",
     ),
     "an optimizer steps while weights are shown": (
         "shard/wrapped.py",
