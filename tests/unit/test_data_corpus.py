@@ -201,7 +201,7 @@ def test_data_that_is_not_there_or_empty_is_named(
         load_corpus(str(tmp_path))
     (tmp_path / "x.dat").write_bytes(b"\0\1\2")
     (tmp_path / "empty.txt").write_bytes(b"")
-    with pytest.raises(DataError, match=r"\(1 empty \(empty.txt\), 1 binary \(x.dat\)\)"):
+    with pytest.raises(DataError, match=r"\(1 binary \(x.dat\), 1 empty \(empty.txt\)\)"):
         load_corpus(str(tmp_path))
     with pytest.raises(DataError, match="no such file"):
         load_corpus(str(tmp_path / "none.bin"))
