@@ -398,8 +398,7 @@ class Operations:
             local.copy_(cut.take(full))
         else:
             target = self.wrap(cut.take(drawn).clone(), cut)
-        unsynced = local.is_meta or (version is not None and version.unsynced)
-        for axis in () if unsynced else cut.replica_axes:
+        for axis in () if local.is_meta or (version and version.unsynced) else cut.replica_axes:
             comm.purpose = f"a check of random numbers for '{cut.name}'"
             apart = differ(seed, axis)
             comm.purpose = ""

@@ -200,7 +200,7 @@ class Group:
 
     def show_whole(self) -> None:
         self._views = [view.detach() for view in self.whole.views()]
-        if not self.whole.flat.is_meta:  # else there are no values to be gone
+        if not self.whole.flat.is_meta:  # else there are no values to be gone, or shown again
             value = torch.nan if self.whole.dtype.is_floating_point else 0
             nothing = self.whole.flat.new_full((), value)
             self._gone = [nothing.expand(view.shape) for view in self._views]
@@ -319,7 +319,6 @@ class Group:
             self._arrive()
             for copy in missing:
                 copy.acquire(runtime.source if self.movable else CACHING)
-            # Weights without values (meta) were not hidden: there is nothing to show again.
             for parameter, view, _ in zip(self.unsharded, self._views, self._gone, strict=False):
                 parameter.show(view)
             rest = missing
@@ -410,10 +409,7 @@ class Group:
     def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
         """Whether somebody keeps a view of the whole weights. What others' hooks for saved tensors
         keep looks like somebody's: nothing is looked for where these see weights."""
-        memory = copy.memory
-        if memory.tensor.is_meta:
-            return False
-        number = memory.lent()
+        memory, number = copy.memory, 0 if copy.memory.tensor.is_meta else copy.memory.lent()
         if for_good or number in memory.autograds:
             return for_good and number > 0
         ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]
