@@ -148,7 +148,8 @@ def hooks_of_others() -> bool:
 
 def hide_from_hooks() -> None:
     """The forward of a unit begins: hide weights from hooks that others have set around it, but
-    from graphs, which torch.compile traces."""
+    from graphs, which torch.compile traces. Ours take their place: after an interrupt, of which no
+    module is told, whoever set them removes ours."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     if top is None or isinstance(top[0], torch.nn.Module):
         return
@@ -156,7 +157,7 @@ def hide_from_hooks() -> None:
         ours.depth += 1
     else:
         ours = _BesideWeights(*top)
-        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)  # type: ignore[attr-defined]
+        _replace_hooks(ours.pack, ours.unpack)
 
 
 def show_to_hooks() -> None:
@@ -165,7 +166,12 @@ def show_to_hooks() -> None:
     if top is not None and (ours := _beside_weights(top)) is not None:
         ours.depth -= 1
         if not ours.depth:
-            torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+            _replace_hooks(ours._pack, ours._unpack)
+
+
+def _replace_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
 
 
 def _beside_weights(top: tuple[Any, Any]) -> _BesideWeights | None:

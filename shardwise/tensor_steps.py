@@ -254,9 +254,9 @@ def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Note the
-    step, and the parameters that it leaves out: ranks compare both, with their collectives, in the
-    next backward."""
+    """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Write
+    notes of the step and of the parameters that it leaves out: ranks compare both, with their
+    collectives, in the next backward."""
     with torch._C.DisableTorchFunctionSubclass():
         every = _ours(optimizer)
         ours = [p for p in every if p.requires_grad]
@@ -292,17 +292,15 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     if lacking and not getattr(optimizer, "compares_gradients", False):
         known = zlib.crc32(repr(lacking).encode())
         kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
-    told, _told_after[optimizer] = "", []
     if plain and any(mesh.size() > 1 for _, mesh in buffers.values()):
         values = functools.reduce(lambda known, one: sketch(one, known), plain, 0)
-        told = f"{kind} with plain gradients for {len(plain)} parameters (values {values:08x})"
+        kind += f" with plain gradients for {len(plain)} parameters (values {values:08x})"
     settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
+    notes = _notes[optimizer] = []
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
+        words = f"{type(optimizer).__name__}.step() with {clipped}{settings[mesh]}"
         for axis in Ranks(mesh).axes:
-            axis.journal.add(STEP, kind)
-            words = f"{type(optimizer).__name__}.step() with {clipped}{settings[mesh]}"
-            axis.journal.add(SETTINGS, words)
-            _told_after[optimizer] += [(axis, told)] if told else []
+            notes += [(axis.journal, STEP, kind), (axis.journal, SETTINGS, words)]
 
 
 def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
@@ -323,8 +321,8 @@ def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
     return {mesh: "; ".join(dict.fromkeys(groups)) for mesh, groups in found.items()}
 
 
-# What a step that is not refused (for a gradient that some ranks lack) will be noted with.
-_told_after: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
+# Notes of the step that an optimizer takes now, added after it: a refused step has moved nothing.
+_notes: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
 # Optimizers that have had a gradient in a step; whether a step without one was spoken of since.
 _fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
@@ -333,8 +331,8 @@ _fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Whatever wrote the weights, a kernel that no version counter saw too: count it."""
     stepping.clear()
-    for axis, told in _told_after.pop(optimizer, ()):
-        axis.journal.add(STEP, told)
+    for journal, operation, words in _notes.pop(optimizer, ()):
+        journal.add(operation, words)
     if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1

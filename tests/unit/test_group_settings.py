@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.mesh import Ranks
 from shardwise.optim.settings import GroupSettings
 from shardwise.optim.sharded import SETTINGS
 from tests.ranks import on_ranks
@@ -152,5 +151,4 @@ def test_one_rank_alone_cannot_step_and_all_raise(rank: int, world_size: int) ->
     optimizer.step()
     after = [parameter.full_tensor() for parameter in model.parameters()]
     assert not any(map(torch.equal, before, after))
-    for axis in Ranks(mesh).axes:  # the ranks were about to step apart, as a load forgets
-        axis.journal.forget_writes()
+    model(torch.ones(2, 4)).sum().backward()  # the refused step is not held against the ranks
