@@ -50,7 +50,7 @@ from shardwise.tensor_whole import (
     whole,
     whole_value,
 )
-from shardwise.tensor_writes import note, remember
+from shardwise.tensor_writes import note, remember, stepping
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -97,7 +97,10 @@ class Operations:
         handler = self.handlers.get(func)
         if handler is None:
             handler = self.handlers[func] = self._choose(func)
-        return handler(func, args, kwargs)
+        made = handler(func, args, kwargs)
+        if not stepping:
+            remember(func, [*args, *kwargs.values()], args[0] if made is None else made)
+        return made
 
     def _choose(self, func: Any) -> Handler:
         namespace, _, name = func._schema.name.partition("::")
@@ -244,9 +247,9 @@ class Operations:
             func(*operands, **kwargs, **{out: self._align(func, cut, target)})
             return target
         result = func(*operands, **kwargs)
-        alone = isinstance(result, Tensor)
-        made = tuple(self.wrap(one, cut) for one in ((result,) if alone else result))
-        return remember(func, [*args, *given.values()], made)[0 if alone else slice(None)]
+        if isinstance(result, Tensor):
+            return self.wrap(result, cut)
+        return tuple(self.wrap(one, cut) for one in result)
 
     def _keywords(
         self, func: Any, kwargs: dict[str, Any], cut: Cut | None
@@ -264,12 +267,10 @@ class Operations:
         return plain, cut
 
     def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
-        """Tell of a write that comes next to weights and gradients, or to what was made of them."""
+        """Tell of a write that comes next to weights and gradients."""
         ours = [one for one in targets if type(one) is self.kind]
         if watched := [one for one in ours if one.version is not None]:
             note(func, watched, operands)
-        else:
-            remember(func, [*targets, *operands], ours)
 
     def _foreach(
         self,
@@ -307,8 +308,7 @@ class Operations:
         if writes:
             return None
         pairs = zip(result, cuts, strict=True)
-        made = [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
-        return remember(func, args, made)
+        return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
 
     def _align_list(
         self, func: Any, cuts: list[Cut | None], operand: Sequence[Any]
@@ -330,8 +330,7 @@ class Operations:
         source = args[0]
         if len(args) > 1 and not same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
-        made = self.wrap(source._local_tensor, source.cut, source.version)
-        return remember(func, [source], [made])[0]
+        return self.wrap(source._local_tensor, source.cut, source.version)
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]

@@ -52,13 +52,16 @@ def note_gradient(name: str, axes: Iterable[Axis], gradient: Any) -> None:
             axis.journal.add(STEP, f"the gradient of '{name}' set to {told}")
 
 
-def remember(func: Any, operands: Iterable[Any], made: Sequence[Any]) -> Any:
-    """The tensors that an operation has made, with a checksum of the numbers that went into it."""
-    if not stepping and (values := [told for one in operands if (told := _value(one))]):
+def remember(func: Any, operands: Iterable[Any], made: Any) -> None:
+    """Mark pieces that an operation has made, or written, with a checksum of the numbers that went
+    into it; not weights and gradients at rest, whose writes are noted."""
+    made = made if isinstance(made, (list, tuple)) else (made,)
+    ours = [one for one in made if getattr(one, "version", stepping) is None]
+    values = [_value(one) for one in operands if ours and one is not False]  # pin_memory=False
+    if any(values):
         known = zlib.crc32(f"{func} {values}".encode())
-        for one in made:
+        for one in ours:
             one.__dict__["made"] = known
-    return made
 
 
 def _words(func: Any, targets: Sequence[Any], operands: Iterable[Any]) -> str:
@@ -90,4 +93,4 @@ def sketch(whole: Tensor, start: int = 0) -> int:
     if not whole.numel() or whole.is_meta or not whole.is_contiguous():
         return start
     some = whole.detach().view(-1)[:: whole.numel() // 64 + 1]
-    return zlib.crc32(torch.view_as_real(some.to(torch.complex128)).cpu().numpy().tobytes(), start)
+    return zlib.crc32(some.cpu().clone().view(torch.uint8).numpy(), start)

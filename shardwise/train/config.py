@@ -233,13 +233,17 @@ class TrainConfig:
             problems.append(f"lora_rank={self.lora_rank}: tp is for runs that train all")
         return problems or tensor_parallel_problems(self.model, self.tp)
 
-    def check_resume(self, saved: TrainConfig) -> None:
-        """Raise if this configuration cannot resume a run of the ``saved`` one."""
+    def check_resume(self, saved: TrainConfig, step: int) -> None:
+        """Raise if this configuration cannot resume a run of the ``saved`` one after ``step``."""
         different = [
             f"{name}={getattr(self, name)!r} (saved: {getattr(saved, name)!r}; {reason})"
             for name, reason in FIXED.items()
             if getattr(self, name) != getattr(saved, name)
         ]
+        before = dataclasses.replace(self, warmup=saved.warmup)
+        if self != before and self.factor(step) == before.factor(step):
+            past = f"saved: {saved.warmup}; learning rates have risen before step {step}"
+            different.append(f"warmup={self.warmup} ({past})")
         if different:
             raise ValueError(
                 f"a resumed run cannot change to {', '.join(different)}: keep the saved value, or "

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from shardwise import comm
-from shardwise.checkpoint import SaveError
+from shardwise.checkpoint import Manifest, SaveError
 from shardwise.checkpoint.store import background
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
@@ -139,7 +139,7 @@ def resolve(request: Request) -> Resolved:
     run = changed(run, request.changes)
     refuse_idle(run, request.changes)
     try:
-        run.check_resume(saved)
+        run.check_resume(saved, Manifest.read(checkpoint).step or 0)
         _check_model("these flags", run.model, saved, checkpoint)
     except ValueError as error:
         raise ValueError(f"{error}; {note}" if note else str(error)) from None

@@ -109,6 +109,10 @@ WRITES: dict[str, tuple[Write, str]] = {
         ),
         "ran aten._foreach_add_.List on",
     ),
+    "gradients of one number": (
+        lambda _, ps, rank: [setattr(p, "grad", torch.full_like(p, 1.0 + rank)) for p in ps],
+        "the gradient of 'embedding.weight' set to pieces made with numbers",
+    ),
     "own elements": (own_elements, "'head.weight' with 0 and rank 1"),
 }
 

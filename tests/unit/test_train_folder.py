@@ -19,6 +19,7 @@ import pytest
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import Store
 from shardwise.report.html import write_report
 from shardwise.train import session
 from shardwise.train.config import TrainConfig
@@ -255,6 +256,20 @@ def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -
     edit("run", seed=0, model={**load_recipe("smoke").to_json()["model"], "dim": 4})
     with pytest.raises(ValueError, match=r"another model than run/config\.json \(dim .* 4 here"):
         resolve(again)
+
+
+def test_a_warmup_that_is_over_is_not_changed_without_a_word(here: Path) -> None:
+    begin("run", recipe="smoke", step=None)  # warmup=2
+    described = json.loads(Path("run/config.json").read_text())
+    store = Store(Path("run/checkpoints"), config=described)
+    store.save(step=6, model=nn.Linear(1, 1))
+    store.wait()
+    works: list[dict[str, Any]] = [{"warmup": 2}, {"warmup": 9}, {"warmup": 5, "schedule": "cosine"}]
+    for changes in works:
+        resolve(Request(out="run", resume="latest", changes=changes))
+    said = r"cannot change to warmup=5 \(saved: 2; learning rates have risen before step 6\): keep"
+    with pytest.raises(ValueError, match=said):
+        resolve(Request(out="run", resume="latest", changes={"warmup": 5}))
 
 
 @pytest.mark.parametrize(
