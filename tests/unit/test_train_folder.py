@@ -264,7 +264,11 @@ def test_a_warmup_that_is_over_is_not_changed_without_a_word(here: Path) -> None
     store = Store(Path("run/checkpoints"), config=described)
     store.save(step=6, model=nn.Linear(1, 1))
     store.wait()
-    works: list[dict[str, Any]] = [{"warmup": 2}, {"warmup": 9}, {"warmup": 5, "schedule": "cosine"}]
+    works: list[dict[str, Any]] = [
+        {"warmup": 2},
+        {"warmup": 9},
+        {"warmup": 5, "schedule": "cosine"},
+    ]
     for changes in works:
         resolve(Request(out="run", resume="latest", changes=changes))
     said = r"cannot change to warmup=5 \(saved: 2; learning rates have risen before step 6\): keep"
