@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     formats = ("mxfp8", "mxfp8_2d", "fp8_block")
     add("--formats", nargs="+", choices=formats, default=["mxfp8_2d", "fp8_block"])
     add("--optimizers", nargs="+", default=["muon", "adamw"])
+    add("--final-bf16", type=float, help="each format once more, its last part of steps in bf16")
     add("--matrix-lr", type=float, help="of runs whose optimizer has one; default: the recipe's")
     add("--strategy", default="zero3")
     add("--nproc", type=int, help="ranks; default: two, or one per GPU")
@@ -67,6 +68,15 @@ def optimizer_words(optimizer: str, matrix_lr: float | None) -> list[str]:
     """A run refuses a rate of matrices that its optimizer does not read."""
     rate = ["--matrix-lr", str(matrix_lr)] if matrix_lr and optimizer != "adamw" else []
     return ["--optimizer", optimizer, *rate]
+
+
+def words_of_precisions(formats: Sequence[str], final_bf16: float | None) -> dict[str, list[str]]:
+    """What each run is told of its precision, by the name it has in the table."""
+    words = {one: ["--precision", one] for one in (BASE, *formats)}
+    if final_bf16:
+        for one in formats:
+            words[f"{one}, bf16 at last"] = [*words[one], "--final-bf16", str(final_bf16)]
+    return words
 
 
 def paired(curves: Mapping[str, Curve], folders: Mapping[str, Path]) -> dict[str, Run]:
@@ -140,7 +150,7 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench fp8-learns " + shlex.join(arguments)
     name = options.name or f"fp8-learns-{options.recipe}"
-    precisions = [BASE, *options.formats]
+    precisions = words_of_precisions(options.formats, options.final_bf16)
     shared = [options.recipe, "--strategy", options.strategy, *options.train]
     shared += ["--sample", "0", "--profile-step", "0"]
     for flag in ("steps", "nproc"):
@@ -156,13 +166,13 @@ def main(arguments: Sequence[str]) -> None:
                 name=f"{optimizer} {precision} {seed}",
                 words=[
                     *(*words, *optimizer_words(optimizer, options.matrix_lr)),
-                    *("--precision", precision, "--seed", str(seed)),
+                    *(*told, "--seed", str(seed)),
                 ],
-                folder=Path(scratch) / f"{optimizer}-{precision}-{seed}",
+                folder=Path(scratch) / f"{optimizer}-{number}-{seed}",
             )
             for seed in options.seeds
             for optimizer in options.optimizers
-            for precision in precisions
+            for number, (precision, told) in enumerate(precisions.items())
         }
         found = run_jobs(list(jobs.values()), at_once=options.jobs, until=until)
         tables = []

@@ -60,6 +60,8 @@ class WholeTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(one, (WholeTensor, DTensor)) for one in types):
+            return NotImplemented  # such as a weight in fp8, whose memory holds no values
         with torch._C.DisableTorchFunctionSubclass():
             given = tree_flatten((args, kwargs))[0]
             copies = [(one, one.plain._version) for one in given if isinstance(one, _Copy)]

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, forkserver, parent_process
 from typing import Any
 
 import torch.distributed as dist
@@ -32,8 +32,13 @@ def exit_with_parent() -> None:
 
 def exit_with_fork_server() -> None:
     """End this process with the one that it is a fork of, which ends with the test process: a rank
-    that is stopped cannot notice, and the kernel ends it (PR_SET_PDEATHSIG)."""
+    that is stopped cannot notice, and the kernel ends it (PR_SET_PDEATHSIG). The fork server ends
+    when nobody holds the pipe that says who may still ask it for a process; every fork has it."""
     if sys.platform == "linux":
+        server = forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

@@ -12,6 +12,7 @@ A save makes one object collective, whatever the number of tensors, and none off
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import logging
@@ -157,7 +158,7 @@ def take_snapshot(
         state_values=to_bytes(values, "the state"),
         placements=placements_of(model),
         optimizer=described(optimizer) if optimizer is not None else None,
-        config=None if config is None else dict(config),
+        config=None if config is None else copy.deepcopy(dict(config)),
     )
 
 

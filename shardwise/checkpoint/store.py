@@ -189,14 +189,16 @@ class Store:
     ) -> tuple[Path, dict[str, Any]] | None:
         """Load the newest checkpoint that is sound to the last byte; return its path and extra.
 
-        Returns None for an empty folder (collective). A damaged checkpoint is logged and the next
-        older one is loaded instead; a checkpoint of another model raises.
+        Waits for a save under way. Returns None for an empty folder (collective). A damaged
+        checkpoint is logged and the next older one is loaded instead; one of another model raises.
 
         Args:
             path: the checkpoint to begin with, perhaps of another folder, instead of the newest.
             or_older: False: raise if the first is damaged.
         """
         ranks = ranks_with_data()
+        if self._under_way is not None:
+            self._under_way.exception()  # waits; the next save() or wait() raises it
         [found, *_] = comm.agree(self.checkpoints() if ranks.rank == 0 else None, ranks)
         found.reverse()
         if path is not None:

@@ -170,8 +170,9 @@ class FunctionGroup(MatrixGroup):
             else:
                 place.zero_()
 
-    def _compute(self, taken: Batch) -> Tensor:
-        """The updates of matrices of one shape that this rank owns."""
+    def _compute(self, now: StepValues, taken: Batch) -> Tensor:
+        """The updates of matrices of one shape that this rank owns. Without a gradient the function
+        is not called, and its state stays."""
         batch, keys = taken.take(), taken.keys
         if batch.is_meta:  # a plan, which has no values
             return torch.zeros_like(batch)
@@ -180,6 +181,8 @@ class FunctionGroup(MatrixGroup):
         result = torch.zeros_like(batch)
         runs: dict[Any, list[int]] = {}
         for number, key in enumerate(keys):
+            if not now.given[self._parameter(key[0])]:
+                continue
             alone = number if batch.device.type == "cpu" else -1
             group = self.members[self._parameter(key[0])].group
             runs.setdefault((id(group), self._is_first(key), alone), []).append(number)

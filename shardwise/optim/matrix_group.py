@@ -282,7 +282,7 @@ class MatrixGroup:
     # Write what the matrices of a round are computed from to its places: zeros without a gradient.
     _begin: Callable[[StepValues, Sequence[Span], Sequence[Tensor]], None]
     # The updates of whole matrices that this rank owns.
-    _compute: Callable[[Batch], Tensor]
+    _compute: Callable[[StepValues, Batch], Tensor]
     # Decay and update weights of one parameter group; updates still lack the factor ``scale``:
     # (step, parameter group, weights, updates, scale).
     _apply_group: Callable[[StepValues, dict[str, Any], list[Tensor], list[Tensor], float], None]
@@ -326,7 +326,7 @@ class MatrixGroup:
         """
         now = StepValues(states, [one.parameter.grad is not None for one in self.members], clip)
         self._advance_others(now)
-        rounds = self.exchange.run(partial(self._begin, now), self._compute)
+        rounds = self.exchange.run(partial(self._begin, now), partial(self._compute, now))
         for part, count in zip(self.parts, self._num_rounds, strict=True):
             positions = [position for position in part if now.given[position]]
             self._step_local(now, positions)

@@ -163,7 +163,7 @@ class MuonGroup(MatrixGroup):
                 self._advance(now, one.group, buffers, grads, unused)
                 written.finish()
 
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, now: StepValues, batch: Batch) -> Tensor:
         """[count, rows, cols], orthogonalised; scaled by the whole matrix's shape, unless it is
         packed."""
         if self.packs:

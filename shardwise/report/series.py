@@ -14,22 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shardwise.report.svg import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALETTE,
-    PINK,
-    RED,
-    WIDTH,
-    Canvas,
-    Frame,
-    draw_axes,
-    draw_title,
-    spread,
-    text_width,
-)
+from shardwise.report import svg
 from shardwise.words import count_text, tick_text
 
 Event = dict[str, Any]
@@ -121,7 +106,7 @@ def chart(
     y_log: bool = False,
     levels: Sequence[tuple[str, float, str]] = (),
     marks: Sequence[tuple[float, str]] = (),
-) -> Canvas | None:
+) -> svg.Canvas | None:
     """Lines over steps or tokens; None where none has a point. An axis that has no logarithm stays
     straight.
 
@@ -144,9 +129,9 @@ def chart(
         f"{name if len(name) <= 16 else name[:15] + '…'} {text(value)}".strip()
         for name, value, _ in named
     ]
-    canvas = Canvas(WIDTH, height, title)
-    top = draw_title(canvas, title, about)
-    frame = draw_axes(
+    canvas = svg.Canvas(svg.WIDTH, height, title)
+    top = svg.draw_title(canvas, title, about)
+    frame = svg.draw_axes(
         canvas,
         top=top,
         height=height - top - 50,
@@ -158,14 +143,14 @@ def chart(
         y_text=lambda value: tick_text(text(value)) if height == LOW else f"{value:g}",
         x_log=x_log,
         y_log=y_log,
-        right=40 + max(text_width(one) for one in words),
+        right=40 + max(svg.text_width(one) for one in words),
     )
     x, y = frame.x, frame.y
     for _, value, colour in levels:
         style = {"stroke": colour, "stroke_width": 1.5, "stroke_dasharray": "6 4"}
         canvas.line(x.begin, y(value), x.end, y(value), **style)
     for at, said in marks:
-        canvas.line(x(at), frame.top, x(at), frame.bottom, stroke=RED, stroke_dasharray="2 3")
+        canvas.line(x(at), frame.top, x(at), frame.bottom, stroke=svg.RED, stroke_dasharray="2 3")
         canvas.note(x(at) + 4, frame.top + 11, said)
     for line in lines:
         _draw_line(frame, line, title, text)
@@ -175,7 +160,7 @@ def chart(
     return canvas
 
 
-def _draw_line(frame: Frame, line: Line, title: str, text: Callable[[float], str]) -> None:
+def _draw_line(frame: svg.Frame, line: Line, title: str, text: Callable[[float], str]) -> None:
     shown: list[tuple[list[Point], dict[str, Any]]] = [(line.points, {"stroke_width": 2.2})]
     if line.mean:
         faint = {"stroke_width": 1, "opacity": 0.4}
@@ -193,10 +178,10 @@ def _draw_line(frame: Frame, line: Line, title: str, text: Callable[[float], str
         frame.canvas.circle(frame.x(a), frame.y(b), size, tip=tip, fill=fill)
 
 
-def _draw_labels(frame: Frame, labels: Sequence[tuple[str, float, str]]) -> None:
+def _draw_labels(frame: svg.Frame, labels: Sequence[tuple[str, float, str]]) -> None:
     """(words, height, colour) right of a chart, none upon another."""
     canvas, edge = frame.canvas, frame.x.end
-    placed = spread([at for _, at, _ in labels], 17, frame.top + 4, frame.bottom - 4)
+    placed = svg.spread([at for _, at, _ in labels], 17, frame.top + 4, frame.bottom - 4)
     for (words, at, colour), place in zip(labels, placed, strict=True):
         canvas.path([(edge + 2, at), (edge + 10, place), (edge + 14, place)], stroke=colour)
         canvas.circle(edge + 18, place, 3.5, fill=colour)
@@ -230,15 +215,17 @@ def loss_of(event: Event) -> float | None:
     return number(event.get("loss")) if bits is None else bits
 
 
-def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
+def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[svg.Canvas]:
     """The charts of one run, or of several on the same axes."""
     alone = len(runs) == 1
-    hidden = f"; {len(runs) - len(PALETTE)} more runs are not drawn" * (len(runs) > len(PALETTE))
+    hidden = f"; {len(runs) - len(svg.PALETTE)} more runs are not drawn" * (
+        len(runs) > len(svg.PALETTE)
+    )
 
     def each(read: Callable[[Event], Any], mean: bool = True) -> list[Line]:
         return [
             Line(name=name, points=points_of(events, read), colour=colour, mean=mean)
-            for (name, events), colour in zip(runs.items(), PALETTE, strict=False)
+            for (name, events), colour in zip(runs.items(), svg.PALETTE, strict=False)
         ]
 
     def rate(position: int) -> Callable[[Event], Any]:
@@ -250,7 +237,7 @@ def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
 
     rates = each(rate(0), mean=False)
     if alone and any(line.points for line in each(rate(1))):
-        both = zip(("matrices", "the rest"), (0, 1), PALETTE, strict=False)
+        both = zip(("matrices", "the rest"), (0, 1), svg.PALETTE, strict=False)
         events = next(iter(runs.values()))
         rates = [
             Line(name=name, points=points_of(events, rate(at)), colour=colour, mean=False)
@@ -289,13 +276,13 @@ def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
 
 # What a model of the corpus reaches that only counts, and the general-purpose compressor.
 REFERENCES = {
-    "unigram": ("unigram entropy", GREY),
-    "bigram": ("bigram entropy", GREEN),
-    "zlib": ("zlib", PINK),
+    "unigram": ("unigram entropy", svg.GREY),
+    "bigram": ("bigram entropy", svg.GREEN),
+    "zlib": ("zlib", svg.PINK),
 }
 
 
-def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
+def loss_canvas(events: Sequence[Event], *, log: bool = False) -> svg.Canvas | None:
     """None where no step has a loss yet. ``log``: both axes by their logarithms, which shows the
     end of a long run."""
     steps = events_of(events, "step")
@@ -325,8 +312,8 @@ def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
         "Loss",
         about,
         [
-            Line(name="train", points=train, colour=BLUE),
-            Line(name="held out", points=held_out, colour=ORANGE, mean=False),
+            Line(name="train", points=train, colour=svg.BLUE),
+            Line(name="held out", points=held_out, colour=svg.ORANGE, mean=False),
         ],
         y_label=word,
         x_label="steps" if by_tokens is None else "tokens",
@@ -360,12 +347,12 @@ def _resumes(
 
 def losses_canvas(
     runs: Mapping[str, Sequence[Event]], *, evaluated: bool, log: bool
-) -> Canvas | None:
+) -> svg.Canvas | None:
     """The losses of several runs by tokens: held out, or of training."""
     kind = "eval" if evaluated else "step"
     lines = [
         Line(name=name, points=points_of(events, loss_of, kind, tokens_of(events)), colour=colour)
-        for (name, events), colour in zip(runs.items(), PALETTE, strict=False)
+        for (name, events), colour in zip(runs.items(), svg.PALETTE, strict=False)
     ]
     return chart(
         "Loss of each run",

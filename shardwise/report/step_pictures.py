@@ -7,30 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.report import svg
 from shardwise.report.figures import KINDS
 from shardwise.report.series import Event, number
-from shardwise.report.svg import (
-    BLUE,
-    GREEN,
-    GREY,
-    KIND_COLOURS,
-    LEFT,
-    ORANGE,
-    PINK,
-    RED,
-    RIGHT,
-    SKY,
-    VIOLET,
-    WIDTH,
-    YELLOW,
-    Canvas,
-    Key,
-    Scale,
-    draw_axes,
-    draw_title,
-    draw_x_axis,
-    text_width,
-)
 from shardwise.report.trace import LANES
 from shardwise.words import seconds_text, size_text, tick_text
 
@@ -44,7 +23,7 @@ EXPOSED = (
 )
 
 
-def memory_canvas(profile: Profile) -> Canvas | None:
+def memory_canvas(profile: Profile) -> svg.Canvas | None:
     """Stacked areas: each kind on top of the last, over the time of the step."""
     changes = profile.get("memory", {}).get("changes", [])
     start = profile.get("memory", {}).get("start", {})
@@ -56,16 +35,16 @@ def memory_canvas(profile: Profile) -> Canvas | None:
     kinds = list(dict.fromkeys(kinds))
     moments = _moments(start, changes, seconds)
     peak_at, peak = max(((at, sum(held.values())) for at, held in moments), key=lambda m: m[1])
-    keys = [Key(KINDS.get(kind, kind), KIND_COLOURS.get(kind, GREY)) for kind in kinds]
+    keys = [svg.Key(KINDS.get(kind, kind), svg.KIND_COLOURS.get(kind, svg.GREY)) for kind in kinds]
     about = f"peak {size_text(peak)} at {seconds_text(peak_at)} of {seconds_text(seconds)}"
     if profile.get("clock") == "device":
         about += " by the host's clock, which runs ahead of the device"
     about += "; the library's own buffers, no activations"
-    canvas = Canvas(WIDTH, 0, f"memory by kind over one step, {about}")
-    top = draw_title(canvas, "Memory over one step", about, keys)
+    canvas = svg.Canvas(svg.WIDTH, 0, f"memory by kind over one step, {about}")
+    top = svg.draw_title(canvas, "Memory over one step", about, keys)
     canvas.height = top + 300
     unit, name = _time_unit(seconds)
-    frame = draw_axes(
+    frame = svg.draw_axes(
         canvas,
         top=top,
         height=248,
@@ -87,7 +66,7 @@ def memory_canvas(profile: Profile) -> Canvas | None:
             canvas.area(
                 [(frame.x(a / unit), frame.y(b)) for a, b in [*outline, *reversed(under)]],
                 tip=f"{KINDS.get(kind, kind)}: {size_text(most)} at most",
-                fill=KIND_COLOURS.get(kind, GREY),
+                fill=svg.KIND_COLOURS.get(kind, svg.GREY),
             )
         floor = ceiling
     x = frame.x(peak_at / unit)
@@ -135,7 +114,7 @@ def _steps(
     return [*points, (end, heights[-1])]
 
 
-def lanes_canvas(profile: Profile) -> Canvas | None:
+def lanes_canvas(profile: Profile) -> svg.Canvas | None:
     """Compute, gathers, reductions and the optimizer side by side, and one number on top."""
     spans = profile.get("spans", [])
     if not spans:
@@ -143,24 +122,26 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
     seconds, exposed = float(profile["seconds"]), float(profile.get("exposed", 0))
     lanes = [lane for lane in LANES if any(span["lane"] == lane for span in spans)]
     keys = [
-        Key(name, colour, name == "waiting")
+        svg.Key(name, colour, name == "waiting")
         for name, colour in _COLOURS.items()
         if name == "waiting" or any(_sort(span) == name for span in spans)
     ]
     title = f"Exposed communication: {100 * exposed:.1f} % of the step"
     about = f"one step of {seconds_text(seconds)} on this rank, times of the "
     about += str(profile.get("clock", "host"))
-    canvas = Canvas(WIDTH, 0, title)
-    top = draw_title(canvas, title, about, keys)
+    canvas = svg.Canvas(svg.WIDTH, 0, title)
+    top = svg.draw_title(canvas, title, about, keys)
     bottom = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
     canvas.height = bottom + 52 + 16 * len(EXPOSED) + 10
     unit, name = _time_unit(seconds)
-    x = Scale(0, seconds / unit, LEFT, WIDTH - RIGHT)
-    draw_x_axis(canvas, x, top, bottom, f"time in the step ({name})", "{:g}".format)
+    x = svg.Scale(0, seconds / unit, svg.LEFT, svg.WIDTH - svg.RIGHT)
+    svg.draw_x_axis(canvas, x, top, bottom, f"time in the step ({name})", "{:g}".format)
     rows = {lane: top + 4 + index * (LANE_HEIGHT + LANE_GAP) for index, lane in enumerate(lanes)}
     for lane, y in rows.items():
-        canvas.text(LEFT - 8, y + LANE_HEIGHT / 2 + 4, lane, size=12, anchor="end")
-        canvas.rect(LEFT, y, WIDTH - RIGHT - LEFT, LANE_HEIGHT, class_="pad", opacity=0.55)
+        canvas.text(x.begin - 8, y + LANE_HEIGHT / 2 + 4, lane, size=12, anchor="end")
+        canvas.rect(
+            svg.LEFT, y, svg.WIDTH - svg.RIGHT - svg.LEFT, LANE_HEIGHT, class_="pad", opacity=0.55
+        )
     for span in spans:
         begin, end = x(span["begin"] / unit), x(span["end"] / unit)
         tip = f"{span['name']}: {seconds_text(span['end'] - span['begin'])}"
@@ -171,7 +152,7 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
         canvas.rect(begin, y, width, LANE_HEIGHT, fill=_COLOURS[_sort(span)], tip=tip, **style)
         label = span["name"].rsplit(" ", 1)[-1]
         models = span["lane"] == "compute" and not span.get("library")
-        if models and width > 6 + text_width(label, 10):
+        if models and width > 6 + svg.text_width(label, 10):
             middle = (begin + width / 2, y + LANE_HEIGHT / 2 + 4)
             canvas.text_on(*middle, label, 10, _COLOURS[_sort(span)], anchor="middle")
     y = rows.get("compute", top)
@@ -186,15 +167,15 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
 
 
 _COLOURS = {
-    "forward": BLUE,
-    "backward": VIOLET,
-    "library": GREY,
-    "waiting": RED,
-    "all-gather": SKY,
-    "reduction": ORANGE,
-    "outer reduction": YELLOW,
-    "exchange": PINK,
-    "optimizer": GREEN,
+    "forward": svg.BLUE,
+    "backward": svg.VIOLET,
+    "library": svg.GREY,
+    "waiting": svg.RED,
+    "all-gather": svg.SKY,
+    "reduction": svg.ORANGE,
+    "outer reduction": svg.YELLOW,
+    "exchange": svg.PINK,
+    "optimizer": svg.GREEN,
 }
 _SORTS = {
     "gather": "all-gather",
@@ -220,7 +201,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 # ------------------------------------------------------------------------------ planned and held
 
 Bar = dict[str, int]
-_BAR_COLOURS = KIND_COLOURS | {"transient": YELLOW, "measured": GREY}
+_BAR_COLOURS = svg.KIND_COLOURS | {"transient": svg.YELLOW, "measured": svg.GREY}
 _WORDS = KINDS | {
     "optimizer": "optimizer state",
     "transient": "more at the peak",
@@ -247,7 +228,7 @@ def planned_bar(plan: Mapping[str, Any]) -> Bar:
 
 def memory_bars_canvas(
     plan: Mapping[str, Any], profile: Mapping[str, Any], steps: Sequence[Event]
-) -> Canvas | None:
+) -> svg.Canvas | None:
     """None where fewer than two of the three are known."""
     measured = max((m for e in steps if (m := number(e.get("memory"))) is not None), default=0)
     device = profile.get("clock") == "device"
@@ -266,18 +247,20 @@ def memory_bars_canvas(
         return None
     kinds = [kind for kind in _WORDS if any(bar.get(kind) for _, _, bar in rows)]
     kinds += sorted({kind for _, _, bar in rows for kind in bar} - set(_WORDS))
-    keys = [Key(_WORDS.get(kind, kind), _BAR_COLOURS.get(kind, GREY)) for kind in kinds]
+    keys = [svg.Key(_WORDS.get(kind, kind), _BAR_COLOURS.get(kind, svg.GREY)) for kind in kinds]
     title, about = "Memory of one rank", "from what is planned to what is used"
-    canvas = Canvas(WIDTH, 0, f"{title}, {about}")
-    top = draw_title(canvas, title, about, keys)
+    canvas = svg.Canvas(svg.WIDTH, 0, f"{title}, {about}")
+    top = svg.draw_title(canvas, title, about, keys)
     bottom = top + len(rows) * (ROW + GAP)
     canvas.height = bottom + 44
     most = float(max(sum(bar.values()) for _, _, bar in rows))
     # A process holds Python and torch too. Where these are most of it, their bar is cut short.
     least = max(sum(bar.values()) for _, _, bar in rows if "measured" not in bar)
     most = most if most <= CUT * least else 1.5 * least
-    x = Scale(0, most * 1.12, 100, WIDTH - 24)
-    draw_x_axis(canvas, x, top, bottom, "bytes", lambda value: tick_text(size_text(value)), base=2)
+    x = svg.Scale(0, most * 1.12, 100, svg.WIDTH - 24)
+    svg.draw_x_axis(
+        canvas, x, top, bottom, "bytes", lambda value: tick_text(size_text(value)), base=2
+    )
     for position, (name, about, bar) in enumerate(rows):
         y, at = top + 4 + position * (ROW + GAP), 0
         canvas.text(90, y + 22, name, size=13, anchor="end", font_weight=600)
@@ -286,7 +269,7 @@ def memory_bars_canvas(
             if nbytes > 0:
                 tip = f"{name}: {_WORDS.get(kind, kind)} {size_text(nbytes)}"
                 left, right = x(at), x(min(at + nbytes, most))
-                colour = _BAR_COLOURS.get(kind, GREY)
+                colour = _BAR_COLOURS.get(kind, svg.GREY)
                 canvas.rect(left, y, right - left, ROW, fill=colour, class_="edge", tip=tip)
                 at += nbytes
         if at > most:

@@ -325,10 +325,10 @@ class FP8Group(Group):
 
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see
-        :class:`FP8Parameter`."""
+        :class:`FP8Parameter`. Who reads them past that class reads NaN."""
         device = self.whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
-            one = torch.zeros((), dtype=self.whole.dtype, device=device)
+            one = torch.full((), math.nan, dtype=self.whole.dtype, device=device)
             parameter.show(one.expand(item.shape))
 
     def _missing(self, phase: Reads) -> list[Gathered]:

@@ -10,7 +10,7 @@ import torch
 from shardwise.report.plan import plan
 from shardwise.train.build import precision_of, weights_on, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
-from shardwise.train.data_files import named_files
+from shardwise.train.corpus import named_files
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
 from shardwise.train.own_model import flops_per_token

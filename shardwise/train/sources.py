@@ -45,14 +45,12 @@ from shardwise.train.corpus import (
     Document,
     digest_of,
     hold_out,
-    read_documents,
-    warn_of_held_out,
-)
-from shardwise.train.data_files import (
     named_files,
+    read_documents,
     refuse_twice,
     tell_beside_tokens,
     token_files,
+    warn_of_held_out,
 )
 from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (

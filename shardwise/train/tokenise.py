@@ -40,7 +40,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.data_files import find_files, not_text, read_file, refuse_twice
+from shardwise.train.corpus import find_files, not_text, read_file, refuse_twice
 from shardwise.train.tokens import DataError, Tokens, TokenWriter
 
 PIECE = 4 << 20  # bytes of a piece of work

@@ -361,3 +361,33 @@ def test_memory_comes_back(rank: int, world_size: int, strategy: str) -> None:
         assert sw.ledger.snapshot() == before, "deleting the model frees it at once"
     finally:
         gc.enable()
+
+
+class _Carefree(Tensor):
+    """A subclass as many are written: it has torch compute on whatever it meets."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+@on_ranks(2)
+def test_inputs_of_other_classes_read_no_empty_weights(
+    rank: int, world_size: int, format: Any
+) -> None:
+    """Rows of a parameter at rest came into a layer in fp8, and were multiplied by zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 128), nn.Linear(128, 128))
+    precision = sw.Precision(weights=format)
+    sw.fully_shard(model[1], mesh=mesh_of(world_size), precision=precision)
+    sw.fully_shard(model, mesh=mesh_of(world_size), precision=sw.Precision(weights="bf16"))
+    with torch.no_grad():
+        rows = model[0](torch.arange(6))  # at rest: whole on every rank
+        assert type(rows) is not Tensor
+        plain = rows.full_tensor().clone()
+        expected = model[1](plain)
+        assert expected.any() and torch.equal(model[1](rows), expected)
+        odd = plain.bfloat16().as_subclass(_Carefree)
+        assert model[1](odd).isnan().all(), "read past FP8Parameter: not silently"

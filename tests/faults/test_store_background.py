@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import SaveError, Store, attempt, files, verify
 from shardwise.checkpoint import store as store_module
+from shardwise.checkpoint.manifest import Manifest
 from tests.models import filled, mesh_of
 from tests.ranks import rank_context, run_ranks
 
@@ -108,6 +110,33 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
     sw.load(tmp_path / "step-000001", model, optimizer)
     assert all((parameter == 1.0).all() for parameter in model.parameters())
     assert all((state["exp_avg"] == 0).all() for state in optimizer.state.values())
+
+
+def test_resume_waits_for_the_save_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback right after a save loaded the checkpoint before that one, or found none."""
+    original = store_module.saving.write_and_publish
+
+    def slow(*args: Any, **kwargs: Any) -> Path:
+        time.sleep(0.5)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(store_module.saving, "write_and_publish", slow)
+    settings: dict[str, Any] = {"lr": {"at": 1}}
+    store = Store(tmp_path, config=settings)
+    store.save(1, net(1.0), extra={"step": 1})
+    settings["lr"]["at"] = 2  # as changed while the save is under way
+    model = net(0.0)
+    assert store.resume(model) == (tmp_path / "step-000001", {"step": 1})
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+    assert Manifest.read(tmp_path / "step-000001").config == {"lr": {"at": 1}}
+    with full_disk(after=100):
+        store.save(2, net(2.0))
+        found = store.resume(model)
+    assert found is not None and found[0] == tmp_path / "step-000001", "the older one, if it fails"
+    with pytest.raises(SaveError):
+        store.wait()
 
 
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

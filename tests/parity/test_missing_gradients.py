@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
+from shardwise.optim.functions import ANY
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
 from tests.parity.helpers import everything
 from tests.ranks import run_ranks
@@ -30,6 +31,11 @@ WAYS = {
     "data_parallel": (2, "spread"),
     "fsdp2": (3, "spread"),
     "fsdp2 hybrid": (4, "spread"),
+    # Functions, which keep states on the owners.
+    "zero0 scion": (2, "scion"),
+    "zero3 normuon": (3, "normuon"),
+    "data_parallel scion": (2, "scion"),
+    "fsdp2 scion": (3, "scion"),
 }
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("up", "down")]
 
@@ -49,7 +55,8 @@ def build(way: str, world_size: int) -> Model:
 
 
 def optimizer_of(model: nn.Module, replicas: str = "spread") -> Any:
-    matrix = sw.muon(lr=0.05, weight_decay=0.1, replicas=replicas)
+    matrix: Any = ANY[replicas](lr=0.05, weight_decay=0.1) if replicas in ANY else None
+    matrix = matrix or sw.muon(lr=0.05, weight_decay=0.1, replicas=replicas)
     return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2, weight_decay=0.1))
 
 
@@ -100,7 +107,8 @@ def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:
 def test_what_has_no_gradient_stays_as_in_one_process(way: str) -> None:
     world_size, replicas = WAYS[way]
     found = run_ranks(lacking, world_size, way, replicas)
-    assert found == [7 * (15 + 4 + 33)] * world_size
+    states = {"scion": 2, "normuon": 3}.get(replicas, 1)  # of a matrix
+    assert found == [7 * (15 + 4 * states + 33)] * world_size
 
 
 def frozen(rank: int, world_size: int, way: str, replicas: str) -> None:

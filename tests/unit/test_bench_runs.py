@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fp8_learns import optimizer_words, paired, table
+from benchmarks.fp8_learns import optimizer_words, paired, table, words_of_precisions
 from benchmarks.machine_text import gather
 from benchmarks.runs import Job, curve_of, finished, mean_of
 from benchmarks.shown_results import Shown
@@ -72,6 +72,12 @@ def test_a_rate_of_matrices_is_for_optimizers_that_read_it() -> None:
     assert optimizer_words("adamw", 0.04) == ["--optimizer", "adamw"]
     assert optimizer_words("muon", 0.04) == ["--optimizer", "muon", "--matrix-lr", "0.04"]
     assert optimizer_words("muon", None) == ["--optimizer", "muon"]
+
+
+def test_formats_run_once_more_with_their_last_steps_in_bf16() -> None:
+    assert list(words_of_precisions(["fp8_block"], None)) == ["bf16", "fp8_block"]
+    words = words_of_precisions(["fp8_block"], 0.1)
+    assert words["fp8_block, bf16 at last"] == ["--precision", "fp8_block", "--final-bf16", "0.1"]
 
 
 def test_steps_that_were_done_twice_are_compared() -> None:

@@ -264,7 +264,7 @@ from tests.unit.test_ranks import hang_on, process_id
 ranks.PRELOADED = []  # nothing of the library runs here
 
 def test_it():
-    print("pid", *run_ranks(process_id, 1), flush=True)
+    print("pids", *run_ranks(process_id, 2), *run_ranks(process_id, 1), flush=True)  # 2 are paused
     # While the rank is busy: an idle one would find its pipe closed.
     threading.Timer(0.5, os.kill, (os.getpid(), signal.{signal})).start()
     run_ranks(hang_on, 1, 0)
@@ -276,9 +276,8 @@ def run_session(folder: str) -> None:
     with open(f"{folder}/said", "w") as file:
         os.dup2(file.fileno(), 1)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.exit(
-        pytest.main(["-s", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), folder])
-    )
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.conftest"]
+    sys.exit(pytest.main(["-s", *plugins, "-c", str(ROOT / "pyproject.toml"), folder]))
 
 
 def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
@@ -293,10 +292,10 @@ def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
     for ending, session in sessions.items():
         session.join(ranks.PATIENCE_SECONDS)
         said = (tmp_path / ending / "said").read_text()
-        found = re.search(r"pid (\d+)", said)
+        found = re.search(r"pids (\d+) (\d+) (\d+)", said)
         assert found is not None, said
         assert ("KeyboardInterrupt" in said) == (ending == "SIGINT"), said
-        assert_gone(int(found[1]))
+        assert_gone(*map(int, found.groups()))
 
 
 def replace_one(rank: int, world_size: int) -> bool:
