@@ -74,11 +74,12 @@ def wrapping_problems(
 ) -> list[str]:
     """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
     it is for, of the memory that these hold, and of all meshes."""
-    units = {unit_of(one): path for root in roots for path, one in root.named_modules()}
+    below = (named for root in roots for named in root.named_modules())
+    units = {unit: path for path, one in below if (unit := unit_of(one)) is not None}
     inner = [
         one._replace(name=f"{path}.{one.name}" if len(unit.modules) == 1 else one.name)
         for unit, path in units.items()
-        for one in (unit.held if unit is not None else ())
+        for one in unit.held
     ]
     problems = module_problems(roots, found) + _shared_problems([*inner, *held])
     for mesh in meshes:

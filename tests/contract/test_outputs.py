@@ -352,7 +352,7 @@ class Yielding(nn.Linear):
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
 @on_ranks(2)
 def test_a_forward_that_yields_is_refused(rank: int, world_size: int, strategy: str) -> None:
-    net = Yielding(WIDTH, WIDTH)
+    net: Any = Yielding(WIDTH, WIDTH)
     sw.fully_shard(net, **options_for(strategy, world_size))
     for context in (torch.enable_grad(), torch.no_grad()):
         with context:
