@@ -91,6 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.routes: list[tuple[str, Tensor, Route]] = []  # that the groups were made by
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
         self.last_norms: list[tuple[str, Tensor]] = []
+        if defaults is None and all(group["kind"] == "elementwise" for group in groups):
+            defaults = {"betas": groups[0]["betas"]} if groups else {}  # schedulers look for them
         super().__init__(groups, defaults or {})
         self._plan()
 

@@ -170,6 +170,43 @@ def test_schedulers_of_momentum_reach_it() -> None:
     assert optimizer.param_groups[0]["momentum"] == 0.8
 
 
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_of_betas_reach_them(kind: str) -> None:
+    """Of AdamW alone, as of torch's; beside Muon torch, which looks for one of both, refuses."""
+    torch.manual_seed(0)
+    net, other = Net(), Net()
+    other.load_state_dict(net.state_dict())
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    optimizers = [
+        sw.optimizer(net, matrix=None, elementwise=sw.adamw(**options)),
+        torch.optim.AdamW(other.parameters(), **options),
+    ]
+    cycle = getattr(torch.optim.lr_scheduler, kind)
+    rates = (
+        {"max_lr": 0.1, "total_steps": 9}
+        if kind == "OneCycleLR"
+        else {"base_lr": 0.01, "max_lr": 0.1}
+    )
+    schedulers = [cycle(one, **rates) for one in optimizers]
+    seen = set()
+    for _ in range(4):
+        for one, scheduler in zip(optimizers, schedulers, strict=True):
+            for parameter in one.param_groups[0]["params"]:
+                parameter.grad = torch.cos(parameter.detach())
+            one.step()
+            scheduler.step()
+        betas = [one.param_groups[0]["betas"] for one in optimizers]
+        assert betas[0] == betas[1]
+        seen.add(betas[0])
+    assert len(seen) == 4
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    both = sw.optimizer(net, matrix=sw.muon(), elementwise=sw.adamw())
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        cycle(both, **rates)
+    cycle(both, **rates, cycle_momentum=False)
+
+
 def test_bad_parameters_are_refused_together() -> None:
     weight, vector = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="cannot work") as caught:
