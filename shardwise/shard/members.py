@@ -18,7 +18,7 @@ from weakref import ref
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
@@ -442,7 +442,7 @@ def refuse_transforms(unit: Unit) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered, and
     inside torch.export, torch.jit.trace and torch.fx, whose programs would keep the weights of this
     step."""
-    if torch.compiler.is_exporting() or torch._C._is_tracing() or is_fx_tracing():
+    if torch.compiler.is_exporting() or torch._C._is_tracing() or is_fx_symbolic_tracing():
         raise NotImplementedError(
             f"torch.export, torch.jit.trace (torch.onnx) or torch.fx of unit '{unit.name}': a "
             f"program would hold gathered copies of its weights. Trace the model before it is "
