@@ -268,8 +268,7 @@ class Operations:
 
     def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
         """Tell of a write that comes next to weights and gradients."""
-        ours = [one for one in targets if type(one) is self.kind]
-        if watched := [one for one in ours if one.version is not None]:
+        if watched := [t for t in targets if type(t) is self.kind and t.version is not None]:
             note(func, watched, operands)
 
     def _foreach(
@@ -479,11 +478,12 @@ class Operations:
 
 def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     lo, hi = cut.piece
+    here = f"elements {lo} to {hi} of {cut.numel} are here"
+    if hi - lo == cut.numel:
+        here = "the whole, but outside of forward, where nothing reduces its gradient"
     why = why or f"this tensor is a shard of {list(cut.shape)}"
     fix = fix or f"call full_tensor() first, or {PAST_FORWARD}"
-    raise NotImplementedError(
-        f"{func} on '{cut.name}': {why} (elements {lo} to {hi} of {cut.numel} are here); {fix}"
-    )
+    raise NotImplementedError(f"{func} on '{cut.name}': {why} ({here}); {fix}")
 
 
 def _is_written(argument: Any) -> bool:

@@ -93,4 +93,4 @@ def sketch(whole: Tensor, start: int = 0) -> int:
     if not whole.numel() or whole.is_meta or not whole.is_contiguous():
         return start
     some = whole.detach().view(-1)[:: whole.numel() // 64 + 1]
-    return zlib.crc32(some.cpu().clone().view(torch.uint8).numpy().data, start)
+    return zlib.crc32(some.cpu().clone().view(torch.uint8).numpy().tobytes(), start)

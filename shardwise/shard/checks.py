@@ -28,7 +28,7 @@ from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
-from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.module import unit_of
 from shardwise.shard.wrapped import Held
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
@@ -74,9 +74,14 @@ def wrapping_problems(
 ) -> list[str]:
     """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
     it is for, of the memory that these hold, and of all meshes."""
-    inner = [unit for root in roots for unit in units_of(root)]
-    problems = module_problems(roots, found)
-    problems += _shared_problems([*(one for unit in inner for one in unit.held), *held])
+    below = (named for root in roots for named in root.named_modules())
+    units = {unit: path for path, one in below if (unit := unit_of(one)) is not None}
+    inner = [
+        one._replace(name=f"{path}.{one.name}" if len(unit.modules) == 1 else one.name)
+        for unit, path in units.items()
+        for one in unit.held
+    ]
+    problems = module_problems(roots, found) + _shared_problems([*inner, *held])
     for mesh in meshes:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
         problems += filter(None, [order_problem(mesh)])

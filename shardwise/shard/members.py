@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from math import prod
 from operator import is_
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
@@ -438,12 +440,13 @@ def refuse_side_way(unit: Unit) -> None:
 
 def refuse_transforms(unit: Unit) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered, and
-    inside torch.export and torch.jit.trace, whose programs would keep the weights of this step."""
-    if torch.compiler.is_exporting() or torch._C._is_tracing():
+    inside torch.export, torch.jit.trace and torch.fx, whose programs would keep the weights of this
+    step."""
+    if torch.compiler.is_exporting() or torch._C._is_tracing() or is_fx_tracing():
         raise NotImplementedError(
-            f"torch.export or torch.jit.trace (torch.onnx) of unit '{unit.name}': a program would "
-            f"hold gathered copies of its weights. Load sw.full_state_dict(model) into a model "
-            f"that is not wrapped, and export that one"
+            f"torch.export, torch.jit.trace (torch.onnx) or torch.fx of unit '{unit.name}': a "
+            f"program would hold gathered copies of its weights. Trace the model before it is "
+            f"wrapped, or load sw.full_state_dict(model) into one that is not, and export that one"
         )
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -451,6 +454,15 @@ def refuse_transforms(unit: Unit) -> None:
             f"torch.func.{transform} around the forward of unit '{unit.name}': a wrapped module "
             f"gathers its weights beside what transforms follow. Apply them to a module that is "
             f"not wrapped, or use torch.autograd.grad, and torch.autograd.forward_ad for a JVP"
+        )
+
+
+def refuse_generator(unit: Unit, output: Any) -> None:
+    """Raise for a forward with ``yield`` in a unit that has weights."""
+    if isinstance(output, GeneratorType) and unit.groups:
+        raise TypeError(
+            f"unit '{unit.name}': forward returned a generator, whose body runs later, without the "
+            f"unit's weights: return a list of what it yields"
         )
 
 

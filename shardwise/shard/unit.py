@@ -57,6 +57,7 @@ from shardwise.shard.flow import in_checkpoint, in_recomputation
 from shardwise.shard.members import (
     refuse,
     refuse_create_graph,
+    refuse_generator,
     refuse_side_way,
     refuse_transforms,
     refuse_written,
@@ -220,6 +221,7 @@ class Unit(Wrapped):
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
+        refuse_generator(self, output)
         call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
             self.left(output)

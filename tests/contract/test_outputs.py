@@ -341,6 +341,28 @@ def test_weights_that_a_module_of_a_list_lends_are_named(rank: int, world_size: 
     assert "returns a tensor of shape [2, 10] that lies in the memory of its weights" in text
 
 
+class Yielding(nn.Linear):
+    yields = True
+
+    def forward(self, x: Tensor) -> Any:
+        made = (super(Yielding, self).forward(one) for one in x)
+        return made if self.yields else torch.stack(list(made))
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_a_forward_that_yields_is_refused(rank: int, world_size: int, strategy: str) -> None:
+    net: Any = Yielding(WIDTH, WIDTH)
+    sw.fully_shard(net, **options_for(strategy, world_size))
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context:
+            text = raised(lambda: list(net(vectors(rank))), TypeError)
+        assert "forward returned a generator" in text and "return a list" in text
+    net.yields = False
+    net(vectors(rank)).square().sum().backward()
+    assert net.weight.grad.full_tensor().any()
+
+
 @dataclasses.dataclass
 class Named(dict[str, Tensor]):
     """Holds each value as an attribute and as an item, as the outputs of transformers do."""

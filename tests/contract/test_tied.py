@@ -84,8 +84,8 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     sw.fully_shard(net.blocks[1], mesh=mesh)
     message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
     assert "'head.weight' lies in the memory of 'embedding.weight'" in message
-    assert "'down.weight' lies in the memory of 'up.weight'" in message
-    assert "'seen' lies in the memory of 'norm.weight'" in message
+    assert "'blocks.1.down.weight' lies in the memory of 'blocks.0.up.weight'" in message
+    assert "'seen' lies in the memory of 'blocks.0.norm.weight'" in message
     # Another model over the memory that a wrapped one began with is none of its parts.
     del state["head.weight"], state["blocks.1.down.weight"], state["seen"]
     net = Net()

@@ -150,6 +150,14 @@ def test_programs_are_not_made_of_gathered_weights(
 
 
 @on_ranks(2)
+def test_units_are_not_traced_by_fx(rank: int, world_size: int) -> None:
+    model, x = layers(True, world_size), torch.ones(3, 6)
+    message = raised(lambda: torch.fx.symbolic_trace(model), NotImplementedError)
+    assert "torch.fx of unit" in message and "before it is wrapped" in message
+    assert torch.equal(model(x), layers(False, world_size)(x)), "and all goes on"
+
+
+@on_ranks(2)
 def test_functional_call_is_refused(rank: int, world_size: int) -> None:
     model, x = layers(True, world_size), torch.ones(3, 6)
     values = {name: value.detach() + 1 for name, value in model.named_parameters()}
