@@ -297,34 +297,6 @@ def test_hooks_are_those_of_before_after_every_forward(rank: int, world_size: in
     assert top(True) is None
 
 
-def interrupts(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@on_ranks(2)
-def test_hooks_after_a_forward_that_the_user_interrupted(rank: int, world_size: int) -> None:
-    """torch calls no hook of a module then: a ``with`` still ends with its own hooks."""
-    net = nn.Sequential(Keeping(), nn.Sequential(Keeping(), Turning()))
-    for one in (*net[1], net[1], net):
-        sw.fully_shard(one, **options_for("zero3", world_size))
-    top = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-    seen: list[Tensor] = []
-    outer = (lambda saved: saved), (lambda packed: packed)
-    pack, unpack = (lambda saved: seen.append(saved) or saved), (lambda packed: packed)
-    for broken in (net[0], net[1][0], net[1]):
-        with graph.saved_tensors_hooks(*outer):
-            with graph.saved_tensors_hooks(pack, unpack):
-                handle = broken.register_forward_pre_hook(interrupts)
-                with suppress(KeyboardInterrupt):
-                    net(vectors(rank))
-                handle.remove()
-                seen.clear()
-                net(vectors(rank)).square().sum().backward()
-                assert seen
-            assert top(True) == outer
-        assert top(True) is None
-
-
 @on_ranks(2)
 def test_weights_that_are_not_gathered_for_backward_under_hooks(rank: int, world_size: int) -> None:
     """Are refused as without hooks, and never read."""
