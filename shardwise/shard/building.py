@@ -127,9 +127,13 @@ class Wrapping:
         values = [f.local for f, home in every if home == self.mesh]
         values += [one for _, one in self.buffers]
         self.alike = raise_together(
-            self.verb, found, mine, self.ranks[self.mesh].axes, same="wrap the same module",
+            self.verb,
+            found,
+            mine,
+            self.ranks[self.mesh].axes,
+            same="wrap the same module",
             facts=[checksum(value) for value in values] if not found else None,
-        )  # fmt: skip
+        )
 
     def install(
         self,
