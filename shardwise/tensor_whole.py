@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
+from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -60,8 +61,8 @@ class WholeTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(one, (WholeTensor, DTensor)) for one in types):
-            return NotImplemented  # such as a weight in fp8, whose memory holds no values
+        if any(issubclass(one, Parameter) for one in types):
+            return NotImplemented  # a parameter with operations of its own: one in fp8
         with torch._C.DisableTorchFunctionSubclass():
             given = tree_flatten((args, kwargs))[0]
             copies = [(one, one.plain._version) for one in given if isinstance(one, _Copy)]
