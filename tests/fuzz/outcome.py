@@ -95,8 +95,11 @@ def tolerance(program: Program) -> float:
         return 0.3
     if program["wrap"]["precision"]:
         return 0.05
-    if program["optimizer"] == "muon":  # Newton-Schulz makes much of what is nearly nothing
-        return 1e-6 if program["dtype"] == "float64" else 1e-2
+    if program["optimizer"] == "muon":
+        # Newton-Schulz makes much of what is nearly nothing: rows of a router's gradient sum to 0,
+        # and a clip by a float32 norm moves that sum by 1e-7 of the rest.
+        clipped = "clip" in program["odd"]
+        return 1e-2 if program["dtype"] == "float32" else 1e-4 if clipped else 1e-6
     if program["dtype"] == "float32":
         return 1e-4
     # The norm of sw.optimizer, and so its clip, is float32.
@@ -236,7 +239,10 @@ REFUSED = {
     "gathered weights are copies": ["unshard alone settings late", "edit average snapshot"],
     "were computed and not reduced": ["reentrant", "calls tied peek"],
     "donated_buffer=False": ["compile"],
-    "and no backward has come to the forward that ran since": ["freeze", "eval grad alone"],
+    "and no backward has come to the forward that ran since": [
+        "freeze raise",
+        "eval grad alone raise",
+    ],
 }
 
 

@@ -101,7 +101,12 @@ class Replica:
         """Go back to an earlier state, which can be loaded once more."""
         named, optimizer = state
         if self.narrow is None:
-            self.model.load_state_dict(named, strict=False)
+            own = {  # experts ask for the order of their gate and up
+                f"{path}._extra_state": module.get_extra_state()
+                for path, module in self.model.named_modules()
+                if type(module).get_extra_state is not nn.Module.get_extra_state
+            }
+            self.model.load_state_dict(named | own, strict=False)
         else:
             with torch.no_grad():
                 for name, p in self.named().items():
