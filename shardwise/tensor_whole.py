@@ -21,6 +21,7 @@ here and views in torch: what would be written to one is refused, not lost.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import zlib
@@ -82,6 +83,13 @@ class WholeTensor(Tensor):
 
     def to_local(self) -> Tensor:
         return self.full_tensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeTensor:
+        return whole(copy.deepcopy(self.full_tensor(), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor: files hold those alone, which ``torch.load`` takes."""
+        return self.full_tensor().__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         """For ``f"{norm:.3f}"``, which torch gives to no subclass."""
