@@ -13,6 +13,7 @@ ranks that are about to do different things, of which none is wrong by itself. `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -84,24 +85,30 @@ def raise_together(
     axes: Iterable[comm.Axis],
     *,
     same: str,
-) -> None:
-    """Raise the problems of any rank on every rank, or that ``mine`` differs between ranks.
+    facts: Any = None,
+) -> bool:
+    """Raise the problems of any rank on every rank, or that ``mine`` differs between ranks. Returns
+    whether ``facts``, which may differ, are equal on all ranks of all axes.
 
     Every rank goes through every axis, whatever it finds: a rank that left early would make the
-    others wait.
+    others wait. There is one exchange over each; lines follow where they differ.
 
     Args:
         what: the beginning of the message.
         mine: what this rank is about to do, in lines that must be equal on all ranks.
         same: ``mine`` in a few words, "wrap the same module".
     """
-    known = list(problems)
+    known, alike = list(problems), True
+    digests = [sha256(repr(one).encode()).digest() for one in (list(mine), facts)]
     for axis in axes:
-        everyone = comm.agree((known, list(mine)), axis)
-        known = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
-        lines = [theirs for _, theirs in everyone]
-        other = next((rank for rank, theirs in enumerate(lines) if theirs != lines[0]), 0)
+        everyone = comm.agree((known, alike, *digests), axis)
+        known = list(dict.fromkeys(problem for theirs, *_ in everyone for problem in theirs))
+        # Ranks of the axes before are heard of through those that they told.
+        alike = all(one[1] and one[3] == digests[1] for one in everyone)
+        texts = [theirs[2] for theirs in everyone]
+        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), 0)
         if other and not known:
+            lines = comm.agree(list(mine), axis)
             pairs = zip_longest(lines[0], lines[other], fillvalue="nothing")
             differs = [f"{one} / {two}" for one, two in pairs if one != two][:4]
             known.append(
@@ -111,6 +118,7 @@ def raise_together(
     if known:
         kind = NotImplementedError if known[0].startswith(UNSUPPORTED) else ValueError
         raise kind(f"{what}: " + "; ".join(known))
+    return alike
 
 
 def differ(value: int, axis: comm.Axis) -> bool:

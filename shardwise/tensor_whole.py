@@ -21,6 +21,7 @@ here and views in torch: what would be written to one is refused, not lost.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import zlib
@@ -33,6 +34,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
+from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -60,8 +62,8 @@ class WholeTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(one, (WholeTensor, DTensor)) for one in types):
-            return NotImplemented  # such as a weight in fp8, whose memory holds no values
+        if any(issubclass(one, Parameter) for one in types):
+            return NotImplemented  # a parameter with operations of its own: one in fp8
         with torch._C.DisableTorchFunctionSubclass():
             given = tree_flatten((args, kwargs))[0]
             copies = [(one, one.plain._version) for one in given if isinstance(one, _Copy)]
@@ -81,6 +83,13 @@ class WholeTensor(Tensor):
 
     def to_local(self) -> Tensor:
         return self.full_tensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeTensor:
+        return whole(copy.deepcopy(self.full_tensor(), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor: files hold those alone, which ``torch.load`` takes."""
+        return self.full_tensor().__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         """For ``f"{norm:.3f}"``, which torch gives to no subclass."""

@@ -318,7 +318,7 @@ def _publish(
     attempt: Attempt, snapshot: Snapshot, sequence: Callable[[], int], step: int | None
 ) -> Path:
     parts = attempt.parts()
-    index = _join(parts, snapshot.keys)
+    index = _join(attempt.folder, parts, snapshot.keys)
     files = [File(*entry) for part in parts for entry in part["files"]]
     metadata = write_file(attempt.folder / METADATA, for_torch(index))
     files += [metadata, write_file(attempt.folder / INDEX, dump(index, metadata))]
@@ -341,23 +341,36 @@ def _publish(
     return attempt.publish(write_manifest)
 
 
-def _join(parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
-    """The parts of all ranks as one index; every tensor must be whole."""
+def _join(folder: Path, parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
+    """The parts of all ranks as one index; every tensor must be whole, and one."""
     index: Index = {}
-    seen: dict[str, set[tuple[int, ...]]] = {}
+    seen: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+    problems = []
     for rank, part in enumerate(parts):
         for key, dtype, shape, offsets, sizes, begin, archive in part["items"]:
             kind = dtype_of(dtype, key)
             chunk = Chunk(tuple(offsets), tuple(sizes), kind, rank, begin, tuple(archive))
             entry = index.get(key) or Entry(tuple(shape), kind, ())
-            if chunk.offsets in seen.setdefault(key, set()):
-                continue  # ranks outside each other's mesh hold the same box: keep the first
-            seen[key].add(chunk.offsets)
+            first = seen.setdefault((key, chunk.offsets), chunk)
+            if first is not chunk:  # ranks outside each other's mesh hold the same box
+                if _bytes_of(folder, first) != _bytes_of(folder, chunk):
+                    problems.append(
+                        f"'{key}': rank {rank} holds other values than rank {first.rank}, and no "
+                        f"mesh has both. A checkpoint holds one model: give each a process group "
+                        f"of its own, or save sw.full_state_dict(model)"
+                    )
+                continue
             index[key] = replace(entry, chunks=(*entry.chunks, chunk))
-    problems = [f"'{key}': no rank has written any of it" for key in sorted(set(keys) - set(index))]
+    problems += [f"'{key}': no rank has written any of it" for key in sorted({*keys} - {*index})]
     for key, entry in index.items():
         if (problem := entry.problem()) is not None:
             problems.append(f"'{key}': {problem}")
     if problems:
         raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))
     return index
+
+
+def _bytes_of(folder: Path, chunk: Chunk) -> bytes:
+    with (folder / chunk.file).open("rb") as file:
+        file.seek(chunk.begin)
+        return file.read(chunk.num_bytes)

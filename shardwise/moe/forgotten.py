@@ -53,6 +53,8 @@ def watch_loss(router: Any, weights: Tensor, loss: Tensor) -> None:
     seen = watch(router)
     if seen.loss_known or not (loss.requires_grad and weights.requires_grad) or loss.is_meta:
         return
+    if not _terms(router.routing):  # without tokens it has a graph all the same
+        return
 
     def reach_weights(gradient: Tensor) -> None:
         seen.weights_reached = True

@@ -219,7 +219,7 @@ class Own:
     @cached_property
     def is_written(self) -> bool:
         """Whether a kernel of its modules writes the gradient itself."""
-        return any(getattr(module, "writes_main_grad", False) for module in self.modules)
+        return any(getattr(type(one), "writes_main_grad", False) for one in self.modules)
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ from shardwise.shard.checks import (
 from shardwise.shard.formats import stored_as, tell_of_decoding
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
-from shardwise.shard.initial_values import same_values
+from shardwise.shard.initial_values import checksum, same_values
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import device_of, find_parameters, install, outermost, own_buffers
 from shardwise.tensor_steps import LEFT_ALONE
@@ -111,7 +111,8 @@ class Wrapping:
 
     def refuse(self, problems: Sequence[str], options: str, notes: Sequence[str]) -> None:
         """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
-        ranks wrap different things. ``notes``: a text for each parameter, beside what it is."""
+        ranks wrap different things. ``notes``: a text for each parameter, beside what it is. The
+        same exchange says whether all ranks have the same values."""
         every = list(zip(self.found, self.homes, strict=True))
         meshes = list(self.ranks)
         found = wrapping_problems(self.roots, every, meshes, self.placements, self.held)
@@ -122,8 +123,17 @@ class Wrapping:
             share = share_of(f) if home == self.mesh else ""  # elsewhere ranks have other experts
             mine.append(f"{described(f, one)} {note} {share}")
         mine += [f"buffer {name} {list(one.shape)} {one.dtype}" for name, one in self.buffers]
-        axes = self.ranks[self.mesh].axes
-        raise_together(self.verb, found + list(problems), mine, axes, same="wrap the same module")
+        found += problems
+        values = [f.local for f, home in every if home == self.mesh]
+        values += [one for _, one in self.buffers]
+        self.alike = raise_together(
+            self.verb,
+            found,
+            mine,
+            self.ranks[self.mesh].axes,
+            same="wrap the same module",
+            facts=[checksum(value) for value in values] if not found else None,
+        )
 
     def install(
         self,
@@ -145,7 +155,10 @@ class Wrapping:
             chosen = [position for position, other in enumerate(self.homes) if other == home]
             named = [(self.found[position].name, self.found[position].local) for position in chosen]
             beside = self.buffers if home == self.mesh else []
-            same = same_values(named, over, self.device, beside)
+            if home == self.mesh and self.alike:
+                same = [value for _, value in named]
+            else:
+                same = same_values(named, over, self.device, beside)
             values.update(zip(chosen, same, strict=True))
         tiles = [tile_of(one.parameter, at) for one, at in zip(self.found, self.homes, strict=True)]
         groups: list[Group] = []

@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise import lockstep
-from tests.contract.helpers import STRATEGIES, Net, full, raised, ranks_for, word_loss, words, wrap
+import shardwise as sw
+from shardwise import comm, lockstep
+from tests.contract.helpers import (
+    STRATEGIES,
+    Net,
+    full,
+    options_for,
+    raised,
+    ranks_for,
+    word_loss,
+    words,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 
@@ -72,6 +85,35 @@ def test_equal_values_need_no_warning(strategy: str) -> None:
     ):
         assert messages == []
         assert values and all(torch.equal(value, own[name]) for name, value in values.items())
+
+
+def exchanges_of_wrapping(
+    rank: int, world_size: int, strategy: str, apart: int | None
+) -> tuple[int, list[list[float]]]:
+    """How often ranks ask each other while one module is wrapped, and its values then."""
+    torch.manual_seed(rank == apart)
+    linear, asked = nn.Linear(5, 3), []
+
+    def counted(values: Any, group: Any, agree: Any = comm.agree) -> Any:
+        asked.append(group)
+        return agree(values, group)
+
+    with mock.patch.object(comm, "agree", counted):
+        sw.fully_shard(linear, **options_for(strategy, world_size))
+    return len(asked), [
+        parameter.full_tensor().flatten().tolist() for parameter in (linear.parameters())
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "axes"), [("zero3", 1), ("hfsdp", 2)])
+def test_one_exchange_over_each_axis_wraps_a_module(strategy: str, axes: int) -> None:
+    last = ranks_for(strategy) - 1
+    alike = run_ranks(exchanges_of_wrapping, last + 1, strategy, None)
+    assert [asked for asked, _ in alike] == [axes] * (last + 1)
+    # The first rank shares no axis of hfsdp with the last: it hears of it through the others.
+    apart = run_ranks(exchanges_of_wrapping, last + 1, strategy, last)
+    assert [asked for asked, _ in apart] == [2 * axes] * (last + 1)
+    assert all(values == alike[0][1] for _, values in apart)
 
 
 def permuted(rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -25,10 +25,18 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.checkpoint import CheckpointError, DamagedError, MismatchError, Store, verify
+from shardwise.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    SaveError,
+    Store,
+    verify,
+)
 from shardwise.checkpoint import reading as reading_module
 from tests.faults.test_safe_loading import seal
 from tests.ranks import run_ranks
@@ -245,6 +253,32 @@ def mismatch(rank: int, world_size: int, path: str) -> str:
 def test_a_shape_that_differs_on_one_rank_changes_nothing(saved: dict[str, Path]) -> None:
     one, other = run_ranks(mismatch, 2, str(saved["adamw"]))
     assert one == other and "rank 1" in one and "shape" in one
+
+
+def save_halves(rank: int, world_size: int, path: str, strategy: str) -> str:
+    """A model on ranks 0 and 1, another of the same names on ranks 2 and 3, saved at once."""
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    torch.manual_seed(0)
+    net = nn.Linear(6, 5)
+    sw.fully_shard(net, mesh=half, placements=sw.zero(int(strategy[-1])))
+    sw.save(f"{path}/alike", net)
+    with torch.no_grad():
+        net.bias.add_(rank // 2)
+    with pytest.raises(SaveError) as caught:
+        sw.save(f"{path}/apart", net)
+    sw.load(f"{path}/alike", net)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_two_models_are_not_saved_as_one(strategy: str, tmp_path: Path) -> None:
+    """The checkpoint held the first model alone, and a load gave it to everybody."""
+    for message in run_ranks(save_halves, 4, str(tmp_path), strategy):
+        assert (
+            "'model.bias': rank 2 holds other values than rank 0" in message or "rank 3" in message
+        )
+        assert "weight" not in message
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ""] == ["alike"]
 
 
 # ------------------------------------------------------------------------------ falling back

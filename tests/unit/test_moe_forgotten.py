@@ -59,6 +59,18 @@ def train(
             mixture.router.update_bias()
 
 
+def test_a_router_without_losses_owes_none_where_it_has_no_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A rank without tokens has a loss with a graph, whatever the coefficients."""
+    mixture = layer()
+    optimizer = torch.optim.SGD(mixture.parameters(), lr=0.1)
+    for tokens in (0, 5):
+        mixture(torch.randn(tokens, HIDDEN, requires_grad=True))[0].sum().backward()
+        optimizer.step()
+    assert not caplog.records
+
+
 LOSSES: list[dict[str, Any]] = [{"balance_loss": 0.1}, {"sequence_loss": 0.1}, {"z_loss": 0.1}]
 
 

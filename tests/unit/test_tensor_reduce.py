@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from typing import Any
 
@@ -81,6 +83,16 @@ def test_reductions_are_global(case: tuple[Any, ...]) -> None:
     run_case(check_reductions, case)
 
 
+def assert_kept(norm: Tensor) -> None:
+    """A norm in a log that is copied, or in a file that torch loads, is the same number."""
+    copied, file = copy.deepcopy({"norm": norm})["norm"], io.BytesIO()
+    assert type(copied) is WholeTensor and copied is not norm and torch.equal(copied, norm)
+    torch.save(norm, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is Tensor and torch.equal(loaded, norm)
+
+
 def check_clipping(rank: int, world_size: int, *case: Any) -> list[list[str]]:
     world = World(*case)
     extra = torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
@@ -103,6 +115,7 @@ def check_clipping(rank: int, world_size: int, *case: Any) -> list[list[str]]:
             if foreach is not False:
                 collectives.append([call.operation for call in calls])
             assert type(norm) is WholeTensor and type(norm.full_tensor()) is Tensor
+            assert_kept(norm)
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
             for one, other in zip(ours, plain, strict=True):
                 grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
