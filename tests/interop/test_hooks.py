@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -249,31 +248,3 @@ def test_saved_tensors_may_be_written_and_read(rank: int, world_size: int, strat
 
     net, plain = pair(Net)
     check_backward(wrap(net, world_size, strategy), plain, loss, rank, world_size)
-
-
-def interrupts(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@on_ranks(2)
-def test_hooks_after_a_forward_that_the_user_interrupted(rank: int, world_size: int) -> None:
-    """torch calls no hook of a module then: a ``with`` still ends with its own hooks."""
-    net = nn.Sequential(Block(), nn.Sequential(Block(), Block()))
-    for one in (*net[1], net[1], net):
-        sw.fully_shard(one, **options_for("zero3", world_size))
-    top = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-    seen: list[Tensor] = []
-    outer = (lambda saved: saved), (lambda packed: packed)
-    pack, unpack = (lambda saved: seen.append(saved) or saved), (lambda packed: packed)
-    for broken in (net[0], net[1][0], net[1]):
-        with saved_tensors_hooks(*outer):
-            with saved_tensors_hooks(pack, unpack):
-                handle = broken.register_forward_pre_hook(interrupts)
-                with suppress(KeyboardInterrupt):
-                    net(vectors(rank))
-                handle.remove()
-                seen.clear()
-                net(vectors(rank)).square().sum().backward()
-                assert seen
-            assert top(True) == outer
-        assert top(True) is None

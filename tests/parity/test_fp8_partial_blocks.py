@@ -14,7 +14,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.layout import ROW
 from shardwise.shard.module import units_of
-from tests.models import STRATEGIES, mesh_for, ranks_for
+from tests.models import mesh_for, ranks_for
 from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
@@ -65,13 +65,15 @@ def check_on_and_off(rank: int, world_size: int, strategy: str) -> tuple[int, in
     return gathered[0], gathered[1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Whole blocks go through every strategy in test_mxfp8. Partial ones change how planes are cut and
+# joined: over no axis, over one that keeps them and one that does not, over two.
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
 def test_partial_blocks_gathered_on_is_off(strategy: str) -> None:
     for codes, bf16 in run_ranks(check_on_and_off, ranks_for(strategy), strategy):
         assert codes < 0.9 * bf16 or not bf16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1])  # 2 gathers as 1 does
 @on_ranks(2)
 def test_data_parallel_trains_to_the_same_bits(rank: int, world_size: int, stage: int) -> None:
     runs = []
@@ -104,7 +106,8 @@ def test_a_shard_that_cuts_a_block_sends_bf16_and_the_report_says_so(
 
 
 def check_resume(rank: int, world_size: int, path: str) -> int:
-    model, _ = trained(rank, world_size, "zero3")
+    model = make(True, FORMAT, width=WIDTH)
+    model = wrap(model, "zero3", world_size, precision=precision_of(True, FORMAT))
     optimizer = optimizer_of(model, "muon")
     train(model, rank, optimizer=optimizer, steps=range(1))
     sw.save(path, model, optimizer)

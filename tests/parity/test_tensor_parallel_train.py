@@ -100,7 +100,7 @@ def test_the_model_is_that_of_one_process(
         torch.testing.assert_close(
             model(mine[:, :7], mine[:, 1:8]), alone(mine[:, :7], mine[:, 1:8])
         )
-    drawn = [generate(one, tokens[:1, :3], 4, temperature=0) for one in (model, alone)]
+    drawn = [generate(one, tokens[:1, :3], 2, temperature=0) for one in (model, alone)]
     assert torch.equal(*drawn)
 
 
@@ -214,8 +214,8 @@ def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> i
     torch._dynamo.reset()
     counters.clear()
     compiles = changes.get("compile") == "on"
-    # Inductor would take a minute.
-    with mock.patch.object(GPT, "compile", partialmethod(GPT.compile, backend="aot_eager")):
+    # Inductor would take a minute; interop/test_tensor_parallel_wrapped compiles backwards too.
+    with mock.patch.object(GPT, "compile", partialmethod(GPT.compile, backend="eager")):
         trainer = make_trainer(rank, world_size, folder, model=MODEL, **changes)
         trainer.run()
     assert not counters["graph_break"]

@@ -15,6 +15,7 @@ from shardwise.moe.coded import CodedRows
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import SQUARE_128, Rounding, decode_reference, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
+from tests.cases import pairwise
 from tests.interpreter import INSIDE, inside, loops
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
@@ -62,12 +63,15 @@ def test_heads_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @inside
-@pytest.mark.parametrize("rounding", ["exact", "rceil"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("high", "wide"), [(256, 256), (144, 208)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rounding"),
+    pairwise([(256, 256), (144, 208)], [torch.bfloat16, torch.float32], ["exact", "rceil"]),
+    ids=str,
+)
 def test_every_plane_has_the_bits_of_the_definition(
-    dtype: torch.dtype, rounding: Rounding, high: int, wide: int
+    shape: tuple[int, int], dtype: torch.dtype, rounding: Rounding
 ) -> None:
+    high, wide = shape
     x = values(150, wide, dtype)  # 22 tokens of the second tile
     for rows, turned in ((True, 1), (True, 128), (True, 0), (False, 1)):
         expected = quantise(x, rows, turned, rounding)
