@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.notices import warn_once
+from shardwise.tensor_whole import WholeTensor
 
 MAX_ARRAY_BYTES = 1 << 20  # larger ones are tensors of the model or of the optimizer
 MAX_JSON_BYTES = 1 << 26
@@ -145,6 +146,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _encode_tensor(value: Tensor, where: str) -> Any:
+    value = value.full_tensor() if isinstance(value, WholeTensor) else value  # such as a norm
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
         raise CheckpointError(
             f"{where} is a {type(value).__name__}: only plain tensors go here; "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.checkpoint.values import encode
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor_whole import WholeTensor
 from tests.worlds import (
@@ -91,6 +92,7 @@ def assert_kept(norm: Tensor) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert type(loaded) is Tensor and torch.equal(loaded, norm)
+    assert encode(norm, "extra") == encode(loaded, "extra")  # sw.save(extra={"norm": norm})
 
 
 def check_clipping(rank: int, world_size: int, *case: Any) -> list[list[str]]:
