@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from shardwise import comm
-from shardwise.agreement import differ
+from shardwise.agreement import all_ranks, differ
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
@@ -107,7 +107,7 @@ def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]
         if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
-    if not plain:
+    if not plain or all_ranks().size == 1:
         return
     objects = gc.get_objects()
     ours = (one for one in objects if type(one) is ShardedTensor)

@@ -64,23 +64,25 @@ def share_gloo_thread() -> None:
 
 
 _seen: set[str] = set()  # modules of the package
-_callables: list[tuple[dict[str, Any], str, Any]] = []  # names of a module, name, value
+_callables: list[tuple[dict[str, Any], list[str], list[Any]]] = []  # by module: all, names, values
 
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
     """Put back what a call replaced in the modules of the package: the next test has these ranks
     too."""
-    for module in [name for name in sys.modules.keys() - _seen if name.startswith("shardwise")]:
-        names = vars(sys.modules[module])
-        _callables.extend((names, name, value) for name, value in names.items() if callable(value))
-    _seen.update(sys.modules)
+    if len(sys.modules) != len(_seen):
+        for module in [name for name in sys.modules.keys() - _seen if name.startswith("shardwise")]:
+            names = vars(sys.modules[module])
+            found = {name: value for name, value in names.items() if callable(value)}
+            _callables.append((names, list(found), list(found.values())))
+        _seen.update(sys.modules)
     try:
         yield
     finally:
-        for names, name, value in _callables:
-            if names.get(name) is not value:
-                names[name] = value
+        for names, keys, values in _callables:
+            if list(map(names.get, keys)) != values:
+                names.update(zip(keys, values, strict=True))
 
 
 def collect_garbage() -> None:

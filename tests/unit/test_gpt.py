@@ -314,8 +314,8 @@ def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
         kept.append(sum(saved.values()))
         loss.backward()
         grads.append([loss.detach(), *(one.grad for one in model.parameters())])
-        with torch.no_grad():
-            assert torch.allclose(model(tokens, targets), loss, atol=1e-6)
+    with torch.no_grad():  # of the one that computes again: to trace it takes as long as to train
+        assert torch.allclose(model(tokens, targets), loss, atol=1e-6)
     row = tokens.numel() * 8  # bytes of a channel
     assert kept[0] - kept[1] >= config.num_layers * row * (2 * config.dim + 48) * 0.99, kept
     for one, two in zip(*grads, strict=True):

@@ -17,6 +17,7 @@ from shardwise.moe import forgotten
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Router, Routing
+from tests.cases import pairwise
 
 HIDDEN = 8
 
@@ -74,9 +75,10 @@ def test_a_router_without_losses_owes_none_where_it_has_no_tokens(
 LOSSES: list[dict[str, Any]] = [{"balance_loss": 0.1}, {"sequence_loss": 0.1}, {"z_loss": 0.1}]
 
 
-@pytest.mark.parametrize("options", LOSSES)
-@pytest.mark.parametrize("add", [None, Tensor.detach, Tensor.item])
-@pytest.mark.parametrize("recompute", [None, False])
+@pytest.mark.parametrize(
+    ("options", "add", "recompute"),
+    pairwise(LOSSES, [None, Tensor.detach, Tensor.item], [None, False]),
+)
 def test_a_loss_that_no_backward_reaches_is_told_once(
     options: Any, add: Any, recompute: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
