@@ -215,6 +215,7 @@ class Trainer:
         parts.optimizer.step()
         self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
+        rates = parts.scheduler.get_last_lr()  # of this step
         parts.scheduler.step()
         if self.step == self._first_step and config.eval_every and self._compiles:
             self._score(islice(parts.held_out, 1))  # its graphs are compiled now, in a step's time
@@ -224,7 +225,7 @@ class Trainer:
             step=self.step,
             figures=figures,
             norms=parts.optimizer.last_norms,
-            lr=parts.scheduler.get_last_lr(),
+            lr=rates,
             began=began,
             ended=self._ended,
         )

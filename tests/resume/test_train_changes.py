@@ -86,9 +86,9 @@ LATER = range(5, 11)  # the steps of a run that goes on after step 4 to step 10
 
 
 def rates(config: TrainConfig) -> list[list[float]]:
-    """By step: the learning rates in its event, which are those of the step after it."""
+    """By step, counted from 1: its learning rates."""
     both = (config.matrix_lr, config.lr)
-    return [[rate * config.factor(step) for rate in both] for step in LATER]
+    return [[rate * config.factor(step - 1) for rate in both] for step in LATER]
 
 
 # Fields that one run takes together: each shows in its figure alone, which must be this.
@@ -224,7 +224,7 @@ def test_what_is_given_together_takes_effect(begun: Any) -> None:
         assert rates(dataclasses.replace(asked, **{name: getattr(TINY, name)})) != expected["lr"]
     assert {figure: found[figure] for figure in expected} == expected
     assert all(without[figure] != expected[figure] for figure in expected)
-    assert found["groups"] == found["lr"][-1]
+    assert found["groups"] == [rate * asked.factor(10) for rate in (asked.matrix_lr, asked.lr)]
 
 
 @pytest.mark.parametrize("name", REFUSED)
