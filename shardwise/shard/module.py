@@ -157,7 +157,7 @@ class ShardedModule(FSDPModule):
         self._set(recurse, reduce_outer=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by this instead of the number of ranks."""
+        """Divide this unit's summed gradients by this instead of the number of ranks."""
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor}): the factor must be positive")
         for group in self._shardwise_unit.groups:
