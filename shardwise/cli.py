@@ -119,7 +119,7 @@ def _parse_and_run(words: list[str]) -> int:
         )
     except SystemExit as stopped:
         if not stopped.code and _speaks():  # the help was asked for
-            print(examples("" if words[0].startswith("-") else words[0]))
+            print(examples(words[0]))
         raise
     check_torch()
     keep_bytecode()

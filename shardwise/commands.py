@@ -69,8 +69,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def examples(command: str) -> str:
-    """The examples of a command, as its help shows them."""
-    lines = [f"  {words}\n      {note}" for words, note in EXAMPLES[command]]
+    """The examples of a command, as its help shows them; of all where there is none such."""
+    lines = [f"  {words}\n      {note}" for words, note in EXAMPLES.get(command, EXAMPLES[""])]
     return "\n".join(["examples:", *lines])
 
 

@@ -166,7 +166,7 @@ def test_commands_parse(page: Path) -> None:
 def test_every_command_helps_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     site = module("site")
     assert set(EXAMPLES) == {"", *site.COMMANDS}
-    for name, found in EXAMPLES.items():
+    for name, found in (*EXAMPLES.items(), ("import", EXAMPLES[""])):  # no such command
         assert len(found) >= 2 and not [words for words, _ in found if refused(words)]
         with contextlib.suppress(SystemExit):
             cli.run([name, "--help"] if name else ["--help"])
