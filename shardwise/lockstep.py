@@ -353,8 +353,9 @@ def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
 def _out_of_step(where: str) -> str:
     return (
         f"the ranks are out of step: {where}. Every rank must run the same wrapped modules in the "
-        f"same order; one whose loss does not depend on a module still has to call it "
-        f"(unused_parameters='zeros'). The process group cannot be used any more: end this run"
+        f"same order; one whose loss does not depend on a module still has to call it, also "
+        f"with unused_parameters='zeros', which stands for gradients alone. The process group "
+        f"cannot be used any more: end this run"
     )
 
 

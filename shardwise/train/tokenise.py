@@ -141,7 +141,7 @@ def _documents(work: TextPiece, column: str) -> Iterator[bytes]:
     readers = {"text": _read_texts, "lines": _read_lines, "parquet": _read_rows}
     try:
         yield from readers[work.kind](work, column)
-    except (EOFError, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{work.paths[0]} cannot be read ({error}): copy it again") from None
 
 

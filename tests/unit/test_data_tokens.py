@@ -428,7 +428,8 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="byte 0: this line is no JSON"):
             list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
     packed = gzip.compress(b'{"text": "fine"}\n' * 9)
-    for damaged in (packed[:-4], packed[:15] + b"~~" + packed[17:]):
+    plain = b'{"text": "not packed"}\n'
+    for damaged in (packed[:-4], packed[:15] + b"~~" + packed[17:], plain):
         (tmp_path / "b.jsonl.gz").write_bytes(damaged)
         with pytest.raises(DataError, match=r"b\.jsonl\.gz cannot be read"):
             list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[1], "text"))
