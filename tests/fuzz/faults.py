@@ -94,7 +94,7 @@ FAULTS = {
     ),
     "requires_grad_(False) between forward and backward is not followed": (
         "shard/unit.py",
-        "            group.follow_trainability(freezing=True)\n",
+        "            group.follow_trainability(will_come)\n",
         "            pass\n",
     ),
     "zero_grad leaves what waits to be reduced": (
