@@ -44,8 +44,9 @@ WITHOUT = {
     "compile": "peek keeps hooks hooked by_attribute double",
     "partial": "clip",
     "double": "checkpoint moe spread bomb offload",
-    "penalty": "unshard keeps accumulate_hook",
+    "penalty": "unshard keeps accumulate_hook spread",
     "spread": "lists partial offload",
+    "lists": "peek",
 }
 
 
