@@ -52,7 +52,8 @@ class Arrivals:
         self.follow()
         for key in self._trainable - self._listeners.keys():
             hook = weakly(arrived, key)
-            self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            register: Any = Tensor.register_post_accumulate_grad_hook  # here, not at rest
+            self._listeners[key] = register(self._leaves[key], hook)
 
     def follow(self) -> None:
         """Note which parameters are trained now, without a loop where nothing has changed."""

@@ -84,6 +84,11 @@ class Whole(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             AUTOGRADS.__set__(self, value if rest is None else None)
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """On the parameter at rest, whose gradient the hook will ask for."""
+        owner: Any = super() if self._at_rest is None else self._at_rest
+        return owner.register_post_accumulate_grad_hook(hook)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor of the values: so torch.save writes what hooks of saved tensors keep."""
         return self.detach().as_subclass(Tensor).clone().__reduce_ex__(protocol)

@@ -73,6 +73,42 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(
             model.zero_grad()
 
 
+@pytest.mark.parametrize("gather", ["forward", "unshard", "inside"])
+@on_ranks(2)
+def test_post_accumulate_hooks_on_gathered_weights_are_those_at_rest(
+    rank: int, world_size: int, gather: str
+) -> None:
+    """Weights stay gathered after a forward that no backward followed: who asks the model for its
+    parameters then gets these, and its hook saw no gradient."""
+    net, plain = pair(Net)
+    wrap(net, world_size)
+    seen: list[Tensor] = []
+
+    def halve(parameter: Tensor) -> None:
+        seen.append(parameter)
+        parameter.grad.mul_(0.5)
+
+    def register(*_: Any) -> None:
+        net.head.weight.register_post_accumulate_grad_hook(halve)
+
+    if gather == "inside":
+        once = net.register_forward_pre_hook(register)
+        word_loss(net, rank)
+        once.remove()
+    else:
+        net.unshard() if gather == "unshard" else word_loss(net, rank)
+        assert not isinstance(net.head.weight, DTensor)
+        register()
+    for number in range(2):
+        net.zero_grad()
+        word_loss(net, rank, number).backward()
+        plain.zero_grad()
+        average_gradients(plain, lambda m, r, n=number: word_loss(m, r, n), world_size)
+        plain.head.weight.grad.mul_(0.5)
+        assert_gradients_equal(net, plain)
+    assert len(seen) == 2 and all(one is net.head.weight for one in seen)
+
+
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
 @on_ranks(ranks_for)
 def test_post_accumulate_hooks_wait_for_the_reduction(
