@@ -18,7 +18,7 @@ checkpoint, an init), the next gather sees it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -460,20 +460,20 @@ class Group:
                     copy.filled = None  # the next use gathers main's values again
         return lost
 
-    def follow_trainability(self, *, freezing: bool = False) -> None:
+    def follow_trainability(self, comes: Callable[[Tensor], bool] | None = None) -> None:
         """``requires_grad_`` on a parameter at rest reaches the one that forward uses.
 
-        ``freezing``: only where it was frozen since forward; backward has no gradient for others.
-        """
+        ``comes``: whether the backward that begins has a gradient for what is trained again."""
         with torch._C.DisableTorchFunctionSubclass():
             now = list(map(_REQUIRES_GRAD, self.sharded))
-            known = self._followed if freezing else list(map(_REQUIRES_GRAD, self.unsharded))
+            known = self._followed if comes else list(map(_REQUIRES_GRAD, self.unsharded))
             self._followed = now
             if now == known:
                 return
             for wanted, whole in zip(now, self.unsharded, strict=True):
-                if wanted != whole.requires_grad and not (freezing and wanted):
+                if wanted != whole.requires_grad:
                     whole.requires_grad_(wanted)
+                    whole.requires_grad_(wanted and (comes is None or comes(whole)))
         if any(now) and self.main.dtype.itemsize < 4 and self.precision.main is None:
             warn_once(
                 logger,

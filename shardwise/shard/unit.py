@@ -290,7 +290,7 @@ class Unit(Wrapped):
             refuse_create_graph(self)
         self.phase = Phase.BACKWARD
         for group in self.groups:
-            group.follow_trainability(freezing=True)
+            group.follow_trainability(will_come)
         self._expect_gradients(self._foresight())
         if self.gather_in_backward:
             with annotate(self.name, "gather for backward"):

@@ -284,3 +284,23 @@ def test_a_change_of_mind_between_forward_and_backward_lasts(
         ]
         for model in (net, plain):
             model.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", ["blocks.1.up", "blocks"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(ranks_for)
+def test_what_is_frozen_for_an_evaluation_alone_gets_its_gradient(
+    rank: int, world_size: int, strategy: str, frozen: str
+) -> None:
+    """Frozen after its forward, for one more, and trained again before backward."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    for model in (net, plain):
+        ranks = [rank] if model is net else range(world_size)
+        loss = sum(word_loss(model, one, 0) for one in ranks) / len(ranks)
+        model.get_submodule(frozen).requires_grad_(False)
+        word_loss(model, rank, 1)
+        model.get_submodule(frozen).requires_grad_(True)
+        loss.backward()
+    assert_gradients_equal(net, plain)
+    assert net.blocks[1].up.weight.grad is not None

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--show", type=Path, help="a program to run alone")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--until-found", action="store_true", help="end with the first finding")
-    parser.add_argument("--strength", type=int, help="programs to find each planted fault in")
+    parser.add_argument(
+        "--strength", type=int, help="programs to find each planted fault in, for --seconds each"
+    )
     parser.add_argument("--fault", default="", help="a part of the names of faults to plant")
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
@@ -60,10 +62,12 @@ def main(arguments: Sequence[str]) -> int:
         print(full, f"{kind}: {words}", sep="\n")
         return kind not in FINE
     if asked.strength:
-        results = list(strength(asked.seeds, asked.strength, asked.fault))
-        for name, count, words in results:
-            print(f"{count:6d}  {name}: {words[:120]}")
-        return not all(count for _, count, _ in results)
+        found = []
+        limits = asked.strength, asked.seconds, asked.jobs
+        for name, count, words in strength(asked.seeds, *limits, asked.fault):
+            print(f"{count:6d}  {name}: {words[:120]}", flush=True)
+            found.append(count > 0)
+        return not all(found)
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.jobs > 1:
         counted = _side_by_side(asked, arguments)

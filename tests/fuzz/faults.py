@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fuzz.outcome import FINE
@@ -93,7 +94,7 @@ FAULTS = {
     ),
     "requires_grad_(False) between forward and backward is not followed": (
         "shard/unit.py",
-        "            group.follow_trainability(freezing=True)\n",
+        "            group.follow_trainability(will_come)\n",
         "            pass\n",
     ),
     "zero_grad leaves what waits to be reduced": (
@@ -192,7 +193,6 @@ FAULTS = {
         "            pass\n",
     ),
 }
-SECONDS = 600.0  # for each
 
 
 def seeded(name: str, folder: Path) -> None:
@@ -206,21 +206,26 @@ def seeded(name: str, folder: Path) -> None:
     file.write_text(text.replace(right, wrong))
 
 
-def strength(seeds: str, limit: int, chosen: str = "") -> Iterator[tuple[str, int, str]]:
+def strength(
+    seeds: str, limit: int, seconds: float, jobs: int, chosen: str = ""
+) -> Iterator[tuple[str, int, str]]:
     """(fault, programs until one found it, what it found) of each; 0: none of ``limit``."""
     first = int(seeds.split(":")[0])
-    for name in (one for one in FAULTS if chosen in one):
-        with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-            seeded(name, Path(folder))
-            command = [sys.executable, "-m", "tests.fuzz", "--until-found", "--out", "found"]
-            command += ["--seeds", f"{first}:{first + limit}", "--seconds", str(SECONDS)]
-            subprocess.run(command, cwd=folder, capture_output=True, env=_environment(folder))
-            files = list(Path(folder, "found").glob("summary-*.json"))
-            summary = json.loads(files[0].read_text()) if files else []
-        total = sum(count for _, _, count, _ in summary)
-        found = [f"{kind} {words}" for kind, words, _, _ in summary if kind not in FINE]
-        yield name, total if found else 0, found[0] if found else f"not in {total} programs"
+    with ThreadPoolExecutor(jobs) as pool:
+        names = [name for name in FAULTS if chosen in name]
+        yield from pool.map(lambda name: _searched(name, first, limit, seconds), names)
 
 
-def _environment(folder: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": folder}
+def _searched(name: str, first: int, limit: int, seconds: float) -> tuple[str, int, str]:
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        seeded(name, Path(folder))
+        command = [sys.executable, "-m", "tests.fuzz", "--until-found", "--out", "found"]
+        command += ["--seeds", f"{first}:{first + limit}", "--seconds", str(seconds)]
+        paths = os.pathsep.join((folder, *filter(None, [os.environ.get("PYTHONPATH")])))
+        environment = os.environ | {"PYTHONPATH": paths}
+        subprocess.run(command, cwd=folder, capture_output=True, env=environment)
+        files = list(Path(folder, "found").glob("summary-*.json"))
+        summary = json.loads(files[0].read_text()) if files else []
+    total = sum(count for _, _, count, _ in summary)
+    found = [f"{kind} {words}" for kind, words, _, _ in summary if kind not in FINE]
+    return name, total if found else 0, found[0] if found else f"not in {total} programs"

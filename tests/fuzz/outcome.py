@@ -99,7 +99,7 @@ def tolerance(program: Program) -> float:
         # Newton-Schulz makes much of what is nearly nothing: rows of a router's gradient sum to 0,
         # and a clip by a float32 norm moves that sum by 1e-7 of the rest.
         clipped = "clip" in program["odd"]
-        return 1e-2 if program["dtype"] == "float32" else 1e-4 if clipped else 1e-6
+        return 1e-2 if program["dtype"] == "float32" else 1e-4 if clipped else 1e-5
     if program["dtype"] == "float32":
         return 1e-4
     # The norm of sw.optimizer, and so its clip, is float32.
@@ -111,10 +111,13 @@ def difference(ours: Any, theirs: Any, bound: float, zeros: bool) -> str | None:
     if zeros and (ours is None or theirs is None):  # None and zeros mean the same
         ours, theirs = (torch.zeros(()) if v is None else v for v in (ours, theirs))
     if isinstance(ours, Piece) and isinstance(theirs, Tensor):
-        ours, theirs = ours.values, theirs.reshape(-1)[ours.low : ours.high]
+        right = theirs.reshape(-1)[ours.low : ours.high] if theirs.dim() else theirs
+        ours, theirs = ours.values, right
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         same = type(ours) is type(theirs) and ours == theirs
         return None if same else f"{_word(ours)} for {_word(theirs)}"
+    if ours.shape != theirs.shape and ours.dim() and theirs.dim():
+        return f"{tuple(ours.shape)} for {tuple(theirs.shape)}"
     if not theirs.isfinite().all():
         return None
     if not ours.isfinite().all():
@@ -198,7 +201,8 @@ def once(program: Program, timeout: float) -> tuple[str, str, str, int]:
     raised = {rank: error for rank, error in enumerate(errors) if error}
     if any(STUCK.search(error) for error in raised.values()):
         shut_down()
-    found = compare(program, logs, expected.logs, whole=not raised and not expected.error)
+    right = expected.logs or [[] for _ in logs]  # none: plain torch cannot even begin
+    found = compare(program, logs, right, whole=not raised and not expected.error)
     if found is not None:
         label = re.sub(r"op \d+ | on rank \d+|, off by \S+|\S+\.\S+", "", found)
         return "differs", label, found, -1
@@ -237,6 +241,7 @@ REFUSED = {
     "this tensor is a shard of": ["alone partial peek"],
     "got mixed torch.Tensor and DTensor": ["alone partial peek"],
     "gathered weights are copies": ["unshard alone settings late", "edit average snapshot"],
+    "every gather encodes it": ["unshard alone settings late", "edit average snapshot"],
     "were computed and not reduced": ["reentrant", "calls tied peek"],
     "donated_buffer=False": ["compile"],
     "and no backward has come to the forward that ran since": [
@@ -274,6 +279,7 @@ def error_of(report: str) -> tuple[bool, str]:
         i for i, line in enumerate(lines) if line and not line.startswith((" ", "Traceback"))
     ]
     text = " ".join(lines[message[-1] :])
+    text = text[max(text.find("the ranks are out of step"), 0) :]  # ranks wait in different calls
     own = "/shardwise/" in frames[-1] and not BARE.match(text)
     if "NotImplementedError" in text and "/shardwise/" in frames[-1]:
         own = True
