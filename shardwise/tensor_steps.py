@@ -221,8 +221,15 @@ def _leave_pieces_alone() -> None:
     torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
 
 
+# Called with the parameters whose gradients are used, and with what uses them.
+on_use: list[Callable[[list[Tensor], str], None]] = []
+
+
 def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
     """Raise where microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
+    parameters = list(parameters)
+    for refuse in on_use:
+        refuse(parameters, what)
     ours = [p for p in parameters if type(p) is ShardedTensor]
     waiting = [p.cut.name for p in ours if (v := p.version) and p.cut.index in v.waiting]
     if waiting:

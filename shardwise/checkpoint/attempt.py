@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.errors import CheckpointError, SaveError
-from shardwise.checkpoint.files import sync_directory
+from shardwise.checkpoint.files import naming, sync_directory
 from shardwise.checkpoint.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ class Attempt:
         return self.folder.name
 
     def begin(self) -> None:
-        self._marker("writing").write_bytes(b" " * _REASON_BYTES)
+        with naming(self._marker("writing")) as marker:
+            marker.write_bytes(b" " * _REASON_BYTES)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks: the reason is written before the name that they look for, so a
@@ -86,8 +87,8 @@ class Attempt:
     def done(self, part: dict[str, Any]) -> None:
         """Say that this rank's files are on the disk, and which."""
         final = self._done(self.rank)
-        partial = final.with_suffix(".partial")
-        partial.write_text(json.dumps(part))
+        with naming(final.with_suffix(".partial")) as partial:
+            partial.write_text(json.dumps(part))
         partial.replace(final)  # whole or not there
 
     def parts(self) -> list[dict[str, Any]]:

@@ -114,6 +114,16 @@ def write_file(path: Path, data: bytes) -> File:
     return file.record
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[Path]:
+    """Errors of the system that name no file, as those of open files, name this one."""
+    try:
+        yield path
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable: created, renamed and removed ones."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.moe.weights import Pending, is_wanted
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor_steps import on_zero_grad
+from shardwise.tensor_steps import on_use, on_zero_grad
 from shardwise.words import quoted
 
 
@@ -154,20 +154,25 @@ def _drop_with_others(parameters: Iterable[Tensor]) -> None:
 
 
 def _watch_steps() -> None:
-    """Refuse, from now on, optimizer steps that come before pending gradients, and drop these with
+    """Refuse, from now on, steps and clips that come before pending gradients, and drop these with
     all others."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_refuse_early_step))
+        on_use.append(_refuse_early_use)
         on_zero_grad.append(_drop_with_others)
 
 
 def _refuse_early_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     trained = [one for group in optimizer.param_groups for one in group["params"]]
-    late = [delayed for delayed in _waiting if len(delayed) and delayed.belongs_to(trained)]
+    _refuse_early_use(trained, f"{type(optimizer).__name__}.step")
+
+
+def _refuse_early_use(parameters: list[Tensor], what: str) -> None:
+    late = [delayed for delayed in _waiting if len(delayed) and delayed.belongs_to(parameters)]
     if late:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step: the weight gradients of {', '.join(map(str, late))} "
-            f"are pending: call backward_dw() after the backward, before the step"
+            f"{what}: the weight gradients of {', '.join(map(str, late))} are pending: call "
+            f"backward_dw() after the backward, before gradients are clipped and the step"
         )
 
 

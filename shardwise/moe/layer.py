@@ -13,19 +13,27 @@ experts, and divide by the number of *all* ranks that have tokens, once.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.agreement import differ
 from shardwise.moe.activation import Activation
 from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
+from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP, Inside
 from shardwise.moe.products import compute_dtype
 from shardwise.moe.router import Router, Routes, Routing
 from shardwise.moe.spread import spread_experts
+from shardwise.notices import warn_once
+from shardwise.tensor_writes import sketch
+
+logger = logging.getLogger(__name__)
 
 
 class MixtureOfExperts(nn.Module):
@@ -60,6 +68,7 @@ class MixtureOfExperts(nn.Module):
             local, hidden, width, activation=activation, device=device, dtype=dtype, **experts
         )
         self._dispatcher = Dispatcher.over(self.axis)
+        self._compared: comm.Axis | None = None  # an axis whose ranks compared their experts
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
             linear.total_experts, linear.axis = routing.num_experts, self.axis
@@ -106,6 +115,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
         if self.axis is None or not torch.compiler.is_compiling():
+            if self.axis is not None and self.axis is not self._compared:
+                self._compared = self.axis
+                _tell_of_copies(self.experts.fc1, self.axis)
             return self._compute(hidden)
         casts = compute_dtype(hidden) != hidden.dtype  # rows, when they have arrived
         inside = self.experts.in_graph() if self.in_graphs and not casts else None
@@ -163,6 +175,28 @@ def _check_axis(what: str, axis: Any) -> None:
             f"{what}={type(axis).__name__}): an axis of ranks is needed, such as "
             f"sw.comm.as_axis(mesh.get_group('ep'), 'ep')"
         )
+
+
+def _tell_of_copies(linear: GroupedLinear, axis: comm.Axis) -> None:
+    """Warn where ranks of the axis hold the same values, or share a mesh, though each has experts
+    of its own (collective): our wrappers refuse that, others make copies or mixtures of them."""
+    weight = next(linear.parameters())
+    if hasattr(type(weight), "delay") or axis.pretends:  # ours, or a plan
+        return
+    if isinstance(weight, DTensor):
+        alike = len(set(weight.device_mesh.mesh.flatten().tolist()) & set(axis.peers)) > 1
+    else:
+        alike = not differ(sketch(weight), axis)
+    if alike:
+        last = linear.first_expert + linear.num_experts - 1
+        warn_once(
+            logger,
+            "ranks %s share weights, though experts %d to %d of %d are here and other experts on "
+            "the others: a wrapper over all of them (DistributedDataParallel, torch's fully_shard) "
+            "took them for copies, or one seed drew both. Use sw.fully_shard(block, mesh=mesh, "
+            "meshes={'*.experts': grid['dp']}), or wrap experts first, over ranks that share them",
+            list(axis.peers), linear.first_expert, last, linear.total_experts,
+        )  # fmt: skip
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:

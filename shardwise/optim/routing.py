@@ -227,6 +227,7 @@ class _Known:
     """Facts of the whole model that the default routes depend on."""
 
     vocabularies: frozenset[Shape]  # of embedding tables, without tables of positions
+    squares: frozenset[Shape]  # of tables as high as wide, where no other has their width
     last: int  # the id of the last parameter of two dimensions or more
 
 
@@ -239,8 +240,9 @@ def _known(places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]]) -> _Know
     most = {width: max(rows for rows, other in tables if other == width) for _, width in tables}
     # A table as high as wide, or lower than another of its width, is one of positions or types.
     words = {(rows, width) for rows, width in tables if rows == most[width] != width}
+    squares = {(rows, width) for rows, width in tables if rows == most[width] == width}
     wide = [id(parameter) for _, parameter, _ in places if parameter.ndim > 1]
-    return _Known(frozenset(words), wide[-1] if wide else 0)
+    return _Known(frozenset(words), frozenset(squares), wide[-1] if wide else 0)
 
 
 def _default(
@@ -293,7 +295,7 @@ def _suspicions(name: str, parameter: Tensor, chosen: Route, known: _Known) -> t
             found.append("looks like a fused weight and has no split")
         if shape in known.vocabularies:
             found.append("is shaped like an embedding: such weights do better with AdamW")
-        elif _maps_to_vocabulary(shape, id(parameter) == known.last, known.vocabularies):
+        elif _maps_to_vocabulary(shape, id(parameter) == known.last, known):
             found.append("looks like an output head: such weights do better with AdamW")
         if _RECURRENT.search(leaf):
             found.append("looks like the state of a recurrence, which is no matrix")
@@ -306,15 +308,16 @@ def _suspicions(name: str, parameter: Tensor, chosen: Route, known: _Known) -> t
     return tuple(found)
 
 
-def _maps_to_vocabulary(shape: Shape, last: bool, vocabularies: Iterable[Shape]) -> bool:
+def _maps_to_vocabulary(shape: Shape, last: bool, known: _Known) -> bool:
     """Whether a matrix has a few rows more than an embedding of its width, as padded heads have;
-    or stands last and has far more rows than columns."""
+    or stands last and has far more rows than columns, or the shape of a square table."""
     slack = 0.25 if last else 0.02
     near = any(
         shape[1:] == (width,) and rows < shape[0] <= rows * (1 + slack)
-        for rows, width in vocabularies
+        for rows, width in known.vocabularies
     )
-    return near or (last and len(shape) == 2 and shape[0] > 8 * shape[1])
+    tall = len(shape) == 2 and shape[0] > 8 * shape[1]
+    return near or (last and (tall or shape in known.squares))
 
 
 # ------------------------------------------------------------------------------ names and selectors

@@ -121,6 +121,17 @@ class Whole(Tensor):
                 f"such as a copy of it. Compute that part of the loss before the forward, or with "
                 f"full_tensor() of what is at rest"
             )
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"backward(create_graph=True): the gradient of {self.name_here} is reduced over "
+                f"ranks, where its graph would be lost. A penalty on gradients of inputs "
+                f"(torch.autograd.grad for these alone) is right"
+            )
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self.name_here} came sparse: gradients are summed over ranks in "
+                f"dense buffers; pass sparse=False to the function that reads it"
+            )
         return grad
 
     def full_tensor(self) -> Tensor:

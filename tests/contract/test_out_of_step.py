@@ -263,6 +263,19 @@ def test_a_gradient_penalty_is_refused_where_weights_are_released(strategy: str)
         assert "create_graph" in message and "reshard_after_forward=False" in message, message
 
 
+@pytest.mark.parametrize("strategy", ["zero0", "zero2", "data_parallel", "hsdp"])
+@on_ranks(ranks_for)
+def test_a_graph_of_the_gradients_of_weights_is_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """``backward(create_graph=True)``: what is reduced over ranks has no graph."""
+    net = wrap(Skipping(), world_size, strategy)
+    loss = vector_loss(net, rank)
+    assert "create_graph=True" in raised(lambda: loss.backward(create_graph=True), RuntimeError)
+    net.reset_iter_state()
+    vector_loss(net, rank).backward()
+
+
 # ------------------------------------------------------------------------- steps of optimizers
 
 

@@ -149,6 +149,28 @@ def test_embeddings_with_sparse_gradients_are_refused_at_wrapping(
         assert "'0.weight'" in message and "sparse=True" in message and "sparse=False" in message
 
 
+class Sparse(nn.Module):
+    """A table of its own, whose function is asked for a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
+
+
+@pytest.mark.parametrize("wrap", [sw.fully_shard, sw.data_parallel])
+@on_ranks(2)
+def test_a_sparse_gradient_that_nobody_could_foresee_is_named(
+    rank: int, world_size: int, wrap: Any
+) -> None:
+    model = wrap(Sparse(), mesh=mesh_of(world_size))
+    loss = model(torch.tensor([1, 2])).sum()
+    message = raised(loss.backward, RuntimeError)
+    assert "'table'" in message and "sparse=False" in message, message
+
+
 # ------------------------------------------------------------------------------ tensor subclasses
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,19 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert store.wait() == disk / "store" / "step-000030"
     finally:
         subprocess.check_call(["umount", str(disk)])
+
+
+@pytest.mark.parametrize(("room", "name"), [(500, "writing-00000"), (3000, "__0_0.distcp")])
+def test_the_file_that_found_no_room_is_named(room: int, name: str, tmp_path: Path) -> None:
+    """Whichever it is: Python names no file where an open one cannot grow."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(SaveError, match=rf"File too large: '.*{name}"):
+            sw.save(tmp_path / "one", net(1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == []
 
 
 def fail_on_one_rank(rank: int, world_size: int, root: str, broken: int) -> list[str]:

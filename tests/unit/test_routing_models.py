@@ -88,6 +88,9 @@ def test_square_matrices_are_no_heads_where_positions_are_as_many_as_channels() 
     # Without a vocabulary, and with a last matrix that is shaped like its positions.
     parts = {"pos": nn.Embedding(16, 16), "up": nn.Linear(16, 64), "out": nn.Linear(16, 16)}
     assert found(nn.ModuleDict(parts))["out.weight"] == ("matrix", "matrix")
+    # It may be the head of a vocabulary as large as the width: bytes, and 256 channels.
+    (text,) = sw.routing_report(nn.ModuleDict(parts)).warnings
+    assert "out.weight" in text and "output head" in text
 
 
 # ------------------------------------------------------------------------------ warnings
