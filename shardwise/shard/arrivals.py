@@ -145,7 +145,7 @@ class Arrivals:
 
     def unreduced(self) -> list[str]:
         """Parameters whose gradient came and was not reduced."""
-        return self._chosen(lambda group: group.gradients.unreduced())
+        return [each.items[i].name for each in self._groups for i in each.gradients.unreduced()]
 
     @property
     def waiting(self) -> bool:
@@ -155,7 +155,4 @@ class Arrivals:
 
     def kept(self) -> list[str]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
-        return self._chosen(lambda group: group.gradients.kept())
-
-    def _chosen(self, chosen: Callable[[Group], list[int]]) -> list[str]:
-        return [group.items[index].name for group in self._groups for index in chosen(group)]
+        return [each.items[i].name for each in self._groups for i in each.gradients.kept()]

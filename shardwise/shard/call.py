@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -244,11 +244,6 @@ sentinel = torch.zeros((), requires_grad=True)
 _SENTINEL = torch.autograd.graph.get_gradient_edge(sentinel).node
 
 
-def reaches_all_leaves() -> bool:
-    """Whether the backward that runs now is for all leaves of a graph with a gate in it."""
-    return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
-
-
 def calls_on_stack(modules: Sequence[nn.Module], frame: Any = None) -> int:
     """How many calls of these modules run now, by the stack of this thread, or by the stack that
     ends in ``frame``. Walks the whole stack: for rare cases."""
@@ -275,12 +270,17 @@ def engine_on_stack(frame: Any) -> Any:
     return next((each for each in _stack(frame) if each.f_code is _ENGINE), None)
 
 
-def asks_for_all() -> bool:
-    """Whether the running backward was asked for all leaves, by the arguments of the engine's call
-    on the stack. Walks all stacks: for graphs without a gate."""
+def is_for_inputs(leaves: Iterable[Tensor]) -> bool:
+    """Whether the running backward is for chosen inputs, and for none of the parameters
+    ``leaves``."""
+    if torch._C._will_engine_execute_node(_SENTINEL):  # type: ignore[attr-defined]
+        return False  # a backward for all leaves of a graph with a gate
+    if any(map(will_come, leaves)):
+        return False
+    # Without a gate, only the arguments of the engine's call tell, on the stack of some thread.
     engines = map(engine_on_stack, [sys._getframe(), *sys._current_frames().values()])
     engine = next(filter(None, engines), None)
-    return engine is not None and not engine.f_locals["args"][3]
+    return engine is None or bool(engine.f_locals["args"][3])
 
 
 def will_come(*leaves: Tensor) -> bool:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
 
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
@@ -36,7 +35,6 @@ class _Reduction:
     label: str
     current: comm.Pending | None = None  # the collective to wait for next
     done: Any = None  # an event after the last collective
-    held: list[Tensor] = field(default_factory=list)
 
 
 class SharedLanes:
@@ -66,7 +64,6 @@ class Flow:
         # The products of all MXFP8 weights, which are decoded into the same workspace.
         self.matmul = Emulated(workspace=Workspace())
         self._reductions: deque[_Reduction] = deque()
-        self._launching: _Reduction | None = None
         self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
 
     @property
@@ -99,19 +96,12 @@ class Flow:
         issued = lanes.asynchronous or number <= 1
         reduction = _Reduction(collectives, finish, issued, label)
         lanes.join("reduce", "compute")  # the gradients were packed on the compute lane
-        self._launching = reduction
         self._issue(reduction)
         if lanes.asynchronous:
             self._complete(reduction)
             lanes.join("outer", "reduce")
             reduction.done = lanes.mark("outer")
-        self._launching = None
         self._reductions.append(reduction)
-
-    def hold(self, tensor: Tensor) -> None:
-        """Keep ``tensor`` until the reduction being issued is done: another lane reads it."""
-        if self._launching is not None:
-            self._launching.held.append(tensor)
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are under way."""
@@ -120,7 +110,8 @@ class Flow:
             if not self.lanes.asynchronous:
                 self._complete(reduction)
             self.lanes.wait("compute", reduction.done)
-            self.lanes.wait("reduce", reduction.done)  # held tensors were allocated on that lane
+            # ``finish`` holds tensors that were allocated on the reduce lane and read on others.
+            self.lanes.wait("reduce", reduction.done)
             reduction.finish()
 
     def finish_issued(self) -> None:

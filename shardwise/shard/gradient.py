@@ -239,10 +239,11 @@ class Gradients:
             note = "begins anew" if fresh else "adds to earlier gradients"
             axis.journal.add(SETTINGS, f"a backward of {self.label} that {note}")
         self._in_flight = True
-        collectives = self._reduction(runtime, target, last, fresh)
+        held: list[Tensor] = []
+        collectives = self._reduction(runtime, target, last, fresh, held)
         # Replicas that divide matrices split a step into two collectives.
         number = len(self._steps[last]) * (2 if self.main.divisions else 1)
-        finish = partial(self._finish, runtime, target, last)
+        finish = partial(self._finish, runtime, target, last, held)
         runtime.launch(collectives, number, finish, self.label)
         if last and self.main.buffer is not None and runtime.lanes.asynchronous:
             # Make other writers wait: autograd may add the gradient of a penalty on weights.
@@ -323,9 +324,10 @@ class Gradients:
             combine(into, values)
 
     def _reduction(
-        self, runtime: Flow, target: Buffer, last: bool, fresh: bool
+        self, runtime: Flow, target: Buffer, last: bool, fresh: bool, held: list[Tensor]
     ) -> Iterator[comm.Pending]:
-        """Issue the collectives one after another. The caller waits for each."""
+        """Issue the collectives one after another. The caller waits for each. ``held``: a list for
+        tensors that must live until the reduction is done."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
         planned = self._steps[last]
@@ -337,7 +339,7 @@ class Gradients:
                 if inner_live:  # add the earlier microbatches before the outer reduction
                     with lanes.on("reduce"):
                         current = self._join_inner(current)
-                    runtime.hold(current)
+                    held.append(current)  # the outer lane reads it
                     inner_live = False
                 lane = "outer"
                 lanes.join("outer", "reduce")
@@ -370,8 +372,8 @@ class Gradients:
         grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
         inside = steps((PARTIAL,) * len(grad), grad)
         outside = steps(grad, main) if last else ()
-        # If no axis is reduced in each microbatch, the whole reduction runs on one lane.
         planned = [(axis, there == SHARD, False) for axis, _, there in inside]
+        # If no axis is reduced in each microbatch, the whole reduction runs on one lane.
         planned += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
         return [step for step in planned if sizes[step[0]] > 1]
 
@@ -407,9 +409,10 @@ class Gradients:
         else:
             into.add_(value.to(into.device))
 
-    def _finish(self, runtime: Flow, target: Buffer, last: bool) -> None:
+    def _finish(self, runtime: Flow, target: Buffer, last: bool, held: list[Tensor]) -> None:
         """The reduction is done, and the compute lane has waited for it."""
         self._in_flight = False
+        held.clear()
         if target is not self.main.buffer:
             self._release(target)
         if last:
@@ -438,9 +441,8 @@ class Gradients:
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(
-                f"the main weights of {names} changed while gradients of earlier microbatches "
-                f"waited to be reduced: the optimizer stepped before the last microbatch. "
-                f"{UNREDUCED}"
+                f"the main weights of {names} changed while their gradients waited to be reduced: "
+                f"the optimizer stepped before the last microbatch. {UNREDUCED}"
             )
 
     def unreduced(self) -> list[int]:
@@ -493,6 +495,5 @@ class Gradients:
             self._wait_no_more()
 
     def _wait_no_more(self) -> None:
-        """No gradient waits any more."""
         self._stamp, self._waited = None, set()
         self.main_weight.version.waiting = set()

@@ -13,6 +13,8 @@ skips units, the rank gathers and reduces for them at the place where other rank
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -30,8 +32,7 @@ class Order:
         self._exits: list[ref[Unit]] = []
         self._arrivals: list[ref[Unit]] = []  # the units in the order in which backward enters them
         self._following: dict[ref[Unit], ref[Unit]] = {}  # the next arrival after each
-        self._turns: list[ref[Unit]] = []  # the units in the order in which they reduce
-        self._turn = 0  # the position in ``_turns`` of the unit that may reduce next
+        self._turns: deque[ref[Unit]] = deque()  # the units that are to reduce, in order
         self._ready: list[Unit] = []  # units whose gradients are complete, before their turn
 
     # ------------------------------------------------------------------ forward
@@ -70,8 +71,8 @@ class Order:
         """Expect a backward of the last forward."""
         self._arrivals = list(dict.fromkeys(self._exits[::-1]))  # each at its first place
         self._following = dict(pairwise(self._arrivals))
-        self._turns = list(dict.fromkeys(self._entries))[::-1]
-        self._turn, self._ready = 0, []
+        self._turns, self._ready = deque(dict.fromkeys(self._entries)), []
+        self._turns.reverse()
 
     def after(self, unit: Unit) -> Unit | None:
         """The unit that backward is expected to enter after ``unit``."""
@@ -85,7 +86,7 @@ class Order:
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
-        if ref(unit) not in self._turns[self._turn :]:  # not of this forward, or its turn is over
+        if ref(unit) not in self._turns:  # not of this forward, or its turn is over
             unit.reduce()
         elif unit not in self._ready:  # else an earlier call completed the unit
             self._ready.append(unit)
@@ -93,7 +94,7 @@ class Order:
 
     def waiting(self) -> list[Unit]:
         """The units that have not had their turn, in the order in which they reduce."""
-        return _alive(self._turns[self._turn :])
+        return _alive(self._turns)
 
     def unreached(self) -> list[Unit]:
         """The same units in the order in which backward would have entered them."""
@@ -104,15 +105,14 @@ class Order:
         """Reduce the units that are ready and have their turn. Stops at the last unit that is
         ready: the units after it may still enter backward."""
         while self._ready:
-            unit = self._turns[self._turn]()
-            if unit is not None:
-                if unit in self._ready:
-                    self._ready.remove(unit)
-                    unit.reduce()
-                elif unit.holds_turn:
-                    return
-            self._turn += 1
+            unit = self._turns[0]()
+            if unit in self._ready:
+                self._ready.remove(unit)
+                unit.reduce()
+            elif unit is not None and unit.holds_turn:
+                return
+            self._turns.popleft()
 
 
-def _alive(references: list[ref[Unit]]) -> list[Unit]:
+def _alive(references: Iterable[ref[Unit]]) -> list[Unit]:
     return [unit for reference in references if (unit := reference()) is not None]

@@ -27,23 +27,10 @@ from shardwise.agreement import any_rank_in_step
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
-from shardwise.shard.call import (
-    Calls,
-    asks_for_all,
-    calls_on_stack,
-    engine_on_stack,
-    reaches_all_leaves,
-    will_come,
-)
+from shardwise.shard.call import Calls, calls_on_stack, engine_on_stack, is_for_inputs
 from shardwise.shard.flow import Flow
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
-from shardwise.shard.members import (
-    check_first_forward,
-    refuse_ddp,
-    stray_gradients,
-    warn_of_empty,
-    warn_of_heads,
-)
+from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.words import quoted
 
@@ -89,11 +76,8 @@ class Runtime(Flow):
                 units.setdefault(inner, name)
         for inner in units:
             inner.follow_moves()
-            if inner.members is not None:
-                inner.members.refuse_replaced(inner)
+            inner.members.refuse_replaced(inner)
         check_first_forward(root, list(units), list(units.values()))
-        warn_of_heads(root, list(units))
-        warn_of_empty(root, list(units))
         groups = [group for inner in units for group in inner.groups]
         same_over_tiles(groups)
         runtime = Runtime(
@@ -201,18 +185,12 @@ class Runtime(Flow):
                 return
             self.recover()  # the backward before this one raised
         self.order.begin_backward()
-        self.for_inputs = self._is_for_inputs()
+        leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
+        self.for_inputs = is_for_inputs(leaves)
         ending = weakly(self._backward_ended)
         self._ending = weakref.ref(ending, weakly(self.hide_weights))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(ending)
-
-    def _is_for_inputs(self) -> bool:
-        """Whether the backward that begins is for chosen inputs, and for no wrapped parameter."""
-        if reaches_all_leaves():
-            return False
-        leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
-        return not any(map(will_come, leaves)) and not asks_for_all()
 
     def hide_weights(self, ending: Any = None) -> None:
         """Give the parameters at rest back to the modules. ``ending``: the reference to the ending

@@ -214,8 +214,7 @@ class Unit(Wrapped):
         gradients that the user dropped."""
         self.follow_moves()
         self.refuse_changes()
-        if self.members is not None:
-            self.members.refuse_added(self)
+        self.members.refuse_added(self)
         self.hide_at_rest()
         self.arrivals.refuse_delayed(self.name)
         for group in self.groups:
@@ -244,9 +243,8 @@ class Unit(Wrapped):
     def _watch(self, call: Call, output: Any) -> bool:
         """Hook ``pre_backward`` to the gradients of the outputs, and of tensors that a module
         keeps. Returns whether a gradient can come."""
-        side_outputs = self.members.side_outputs() if self.members is not None else ()
         try:
-            return call.watch_outputs(output, side_outputs)
+            return call.watch_outputs(output, self.members.side_outputs())
         except TypeError as error:
             if any(group.comes_and_goes for group in self.groups):
                 raise TypeError(f"unit '{self.name}': {error}") from None

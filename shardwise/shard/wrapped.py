@@ -51,6 +51,7 @@ class Wrapped:
     refer to this object."""
 
     by_group = False  # whether groups, listed as backward fills them, are reduced one by one
+    members: Members  # set once the modules are wrapped
 
     def __init__(
         self,
@@ -89,7 +90,6 @@ class Wrapped:
         # The parameters of before wrapping, by name. They should get no gradients any more.
         self.originals: list[tuple[str, weakref.ref[Tensor]]] = []
         self.held: list[Held] = []  # the memory of the parameters of before wrapping
-        self.members: Members | None = None  # of the modules, once they are wrapped
         self.is_root = False
         self.sync = True
         self.last = True
@@ -227,8 +227,7 @@ class Wrapped:
         parameters of a group were moved."""
         for group in self.groups:
             group.refuse_moved_apart()
-        if self.members is not None:
-            self.members.refuse_replaced(self)  # type: ignore[arg-type]
+        self.members.refuse_replaced(self)  # type: ignore[arg-type]
 
     def release_until_backward(self, kept: bool) -> None:
         """Give the whole weights back after a forward. ``kept``: a backward may follow the forward.

@@ -119,7 +119,7 @@ FAULTS = {
     ),
     "autograd.grad for inputs counts as a backward": (
         "shard/runtime.py",
-        "self.for_inputs = self._is_for_inputs()",
+        "self.for_inputs = is_for_inputs(leaves)",
         "self.for_inputs = False",
     ),
     "a kept graph is not expected to be walked again": (
