@@ -48,8 +48,8 @@ class Gradients:
     def __init__(self, group: Group) -> None:
         """Made again for each new main weight of the group. Does not keep the group alive."""
         self.as_computed = group.precision.gradients == "computed"
-        for parameter in group.sharded if self.as_computed else ():
-            parameter.grad_dtype = None  # any
+        for sharded in group.sharded if self.as_computed else ():
+            sharded.grad_dtype = None  # any
         self.placements, self.main_weight = group.placements, group.main
         self.sharded, self.unsharded = group.sharded, group.unsharded
         self.main = MainGrad(group.main, group.sharded, pin=group.pin)
@@ -195,7 +195,7 @@ class Gradients:
         return buffer
 
     def _source_of(self, buffer: Buffer) -> Source:
-        """Where the memory of a buffer comes from. Only packed gradients are freed within the
+        """The source of the memory of a buffer. Only packed gradients are freed within the
         backward that makes them."""
         return self.source if buffer is self._packed else CACHING
 

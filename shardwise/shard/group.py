@@ -300,7 +300,7 @@ class Group:
         return () if self.aliased else self._stale(self.copies)
 
     def _stale(self, copies: Iterable[Gathered]) -> list[Gathered]:
-        """Those of ``copies`` that are released, or older than main."""
+        """The copies that are released, or older than main."""
         state = self.main.state
         return [copy for copy in copies if not copy.memory.live or copy.filled != state]
 

@@ -76,10 +76,10 @@ class Phase(enum.Enum):
 
 
 class Progress(enum.Enum):
-    """What the running backward has done for one unit."""
+    """The work of the running backward for one unit."""
 
     UNTOUCHED = "untouched"
-    GATHERED = "gathered"  # the weights are gathered, or a prefetch has begun to
+    GATHERED = "gathered"  # the weights are gathered, or a prefetch of them has begun
     PASSED = "passed"  # this rank skips a call of the unit; another rank may have entered the call
     DONE = "done"  # the weights are released; the gradients are reduced when their turn comes
 

@@ -65,7 +65,7 @@ class Whole(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
-        """What autograd brought, or else the gradient of the parameter at rest. (torch.compile,
+        """The gradient that autograd brought, or else that of the parameter at rest. (torch.compile,
         which would trace it, gets None instead.)"""
         with torch._C.DisableTorchFunctionSubclass():
             brought = AUTOGRADS.__get__(self)
