@@ -146,15 +146,15 @@ class MainGrad:
             grads = list(map(read_grad, self._sharded))
         shown: list[Any] = list(self._shown) or [None] * len(grads)
         pairs = zip(grads, shown, strict=True)
-        if any(grad is not None and grad is not ours for grad, ours in pairs):
+        if any(grad is not None and grad is not own for grad, own in pairs):
             self._forget()
         main = self.ready()
-        for parameter, grad, ours in zip(self._sharded, grads, self._shown, strict=True):
+        for parameter, grad, own in zip(self._sharded, grads, self._shown, strict=True):
             if grad is None:
-                ours.to_local().zero_()
-            elif grad is not ours:
-                _bring(Tensor.copy_, ours, grad)
-                GRAD.__set__(parameter, ours)  # autograd adds to ``ours`` from now on
+                own.to_local().zero_()
+            elif grad is not own:
+                _bring(Tensor.copy_, own, grad)
+                GRAD.__set__(parameter, own)  # autograd adds to ``own`` from now on
         return main
 
     def give_back(self) -> None:
@@ -175,9 +175,9 @@ class MainGrad:
         hooked, brought = [], list(brought)
         with plain_attributes():
             grads = list(map(read_grad, self._sharded))
-        for index, (grad, ours) in enumerate(zip(grads, self._shown, strict=True)):
-            if grad is not None and grad is not ours:
-                _bring(Tensor.add_, ours, grad)
+        for index, (grad, own) in enumerate(zip(grads, self._shown, strict=True)):
+            if grad is not None and grad is not own:
+                _bring(Tensor.add_, own, grad)
                 brought[index] = True
         with plain_attributes():
             for index, (parameter, leaf) in enumerate(zip(self._sharded, whole, strict=True)):
@@ -194,12 +194,12 @@ class MainGrad:
         return hooked
 
 
-def _bring(write: Callable[[Tensor, Tensor], Any], ours: ShardedTensor, grad: Tensor) -> None:
+def _bring(write: Callable[[Tensor, Tensor], Any], own: ShardedTensor, grad: Tensor) -> None:
     """Copy or add (``write``) a gradient of the user or of autograd to this rank's piece."""
     if isinstance(grad, ShardedTensor):
-        write(ours.to_local(), ours.cut.within(grad.cut, grad.to_local()))
+        write(own.to_local(), own.cut.within(grad.cut, grad.to_local()))
     else:  # a whole gradient, of which this rank holds a piece
-        write(ours, grad)
+        write(own, grad)
 
 
 def reduce_shares(

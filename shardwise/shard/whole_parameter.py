@@ -65,8 +65,8 @@ class Whole(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
-        """The gradient that autograd brought, or else that of the parameter at rest. (torch.compile,
-        which would trace it, gets None instead.)"""
+        """The gradient that autograd brought, else the gradient of the parameter at rest. (Not in
+        torch.compile, which would trace the second.)"""
         with torch._C.DisableTorchFunctionSubclass():
             brought = AUTOGRADS.__get__(self)
         if brought is not None or TracingContext.try_get() is not None:

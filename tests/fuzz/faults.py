@@ -159,7 +159,7 @@ FAULTS = {
     ),
     "a penalty on weights at rest is lost": (
         "shard/main_grad.py",
-        "                _bring(Tensor.add_, ours, grad)\n",
+        "                _bring(Tensor.add_, own, grad)\n",
         "",
     ),
     "fp8, hfsdp: codes that the outer axis brought are kept for ever": (
