@@ -388,8 +388,8 @@ class Group:
 
     def release(self, runtime: Flow, *, for_good: bool = False) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read them.
-        If somebody holds a view, the memory is left to the holder, and the next gather takes other
-        memory. ``for_good``: no backward will read the weights, so autograd counts as a holder."""
+        If a user holds a view, the memory is left to the view, and the next gather takes other
+        memory. ``for_good``: no backward will read the weights, so autograd counts as a user."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
@@ -408,9 +408,9 @@ class Group:
             parameter.show_gone(gone)
 
     def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
-        """Whether somebody else than this group and autograd holds a view of the whole weights. If
-        the hooks of others for saved tensors see weights, a view that they hold cannot be told from
-        a user's, so no view counts as held."""
+        """Whether a user holds a view of the whole weights, not only this group and autograd. If
+        other libraries' hooks for saved tensors see weights, their views cannot be distinguished
+        from a user's, and no view counts as held."""
         memory, number = copy.memory, 0 if copy.memory.tensor.is_meta else copy.memory.lent()
         if for_good or number in memory.autograds:
             return for_good and number > 0
