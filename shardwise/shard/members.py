@@ -101,7 +101,7 @@ def _warn_of_smaller_meshes(units: Sequence[Unit], names: Sequence[str]) -> None
                 logger,
                 "unit '%s' is on %d ranks and others of this model on %d: its gradients are "
                 "averaged over these %d alone. If other ranks hold copies of it, wrap it on the "
-                "mesh of the others, or the copies drift apart (right only for experts that differ)",
+                "mesh of the others, or the copies drift apart (right for experts that differ)",
                 name,
                 size,
                 most,
