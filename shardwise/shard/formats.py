@@ -296,7 +296,7 @@ def _products(
     return f"fp8 by decoding{gradient}", f"{problem}; the same numbers are made by decoding"
 
 
-def tell_of_decoding(precision: Precision, device: torch.device, mesh: DeviceMesh) -> None:
+def warn_of_decoding(precision: Precision, device: torch.device, mesh: DeviceMesh) -> None:
     """Say in one line that a device makes no products in fp8: not those of the format, and where
     the format leaves that open, none at all."""
     if precision.products in ("emulated", "native") or device.type == "meta":
