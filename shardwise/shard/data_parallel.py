@@ -221,12 +221,12 @@ def _own_problems(
         problems.append(f"overlap_gather={overlap!r}: choose True, False or 'step'")
     problems += bucket_problems(placements, bucket_mb)
     if matrix is not None and not isinstance(matrix, MuonSettings):
-        problems.append(f"matrix={matrix!r}: pass sw.muon(...)")
+        problems.append(f"matrix={matrix!r}: use sw.muon(...)")
     inner = [unit.name for unit in units_of(model)] if unit_of(model) is None else []
     if inner:
         problems.append(
-            f"{quoted(inner)} inside the model is wrapped already: data_parallel wraps a whole "
-            f"model in one call; for parameters on another mesh use meshes="
+            f"{quoted(inner)} inside the model is wrapped already: data_parallel takes the "
+            f"whole model in one call; for parameters on another mesh use meshes="
         )
     return problems
 
