@@ -78,9 +78,7 @@ LITTLE_PADDING = 64  # counts as little
 WHOLE_PADDING = 32  # to keep matrices whole
 PROMISED_PADDING = 8  # to keep matrices whole with grain="tensor"
 CUT_PADDING = 128  # of a matrix in equal parts, or of a bucket that is cut by rows
-BLOCK_PADDING = (
-    16  # of a bucket, to keep fp8 blocks whole: cut blocks are sent as bf16, twice as much
-)
+BLOCK_PADDING = 16  # of a bucket, to keep fp8 blocks whole: cut blocks are sent as bf16
 MOST_TRIED = 12  # choices of rows that may join the matrices that fill no row
 MOST_FILL = 2  # parameters that fill empty shards of one bucket
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ShardedModule``: the methods of a wrapped module, named as in torch's ``FSDPModule``.
 
-Wrapping changes the class of a module in place to ``FSDP<Class>(ShardedModule, FSDPModule, Class)``.
-So ``isinstance`` checks of accelerate, Lightning Fabric and torch pipelining hold, and names of
-parameters do not change. Methods that cannot work raise ``NotImplementedError`` with the reason.
+Wrapping changes the class of a module in place, to ``FSDP<Class>(ShardedModule, FSDPModule,
+Class)``. So ``isinstance`` checks of accelerate, Lightning Fabric and torch pipelining hold, and
+names of parameters do not change. Methods that cannot work raise ``NotImplementedError`` with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
 
 
 class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns: ``wait`` makes the whole weights usable."""
+    """The handle of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -304,13 +305,13 @@ def mark_written(model: nn.Module) -> None:
     """Mark the main weights of a wrapped model as written, so that the next forward gathers them.
 
     Call it on every rank after a write that no version counter sees: by numpy, DLPack,
-    ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step. Otherwise weights that
-    stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8) keep their old
-    values. Torch's operations on a parameter or its ``to_local()``, all ``torch.optim`` optimizers
-    and all loads are seen without this call.
+    ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step. Otherwise weights
+    that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8) keep
+    their old values. Operations of torch on a parameter or its ``to_local()``, all ``torch.optim``
+    optimizers and all loads are seen without this call.
 
-    A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy) is a view of
-    the unwrapped model's memory. A write to such a view never reaches a weight.
+    A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy) shows the
+    memory of the unwrapped model. A write to such a view never reaches a weight.
     """
     units = list(units_of(model))
     if not units:
