@@ -128,8 +128,7 @@ def _compare(
             axis.name,
             names[differing[0]],
             about="initial values",  # once for all units of a model
-            first=axis.rank
-            == 0,  # on a mesh of several axes, the job's rank 0 may see no difference
+            first=axis.rank == 0,  # the job's rank 0 may be on another axis of this name
         )
     return differing, first
 
