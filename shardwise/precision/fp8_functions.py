@@ -232,7 +232,8 @@ def linear_backward(
             dh, gate, up, gate_first, rounding
         )
     elif x is None:
-        codes, scales, *_ = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
+        whole = grad if len(grads) == 1 else torch.cat(list(grads), 1)
+        codes, scales, *_ = fp8_block.quantise(whole, wants_x, 0, rounding)
     else:
         codes, scales, turned, turned_scales = fp8_block.quantise_beside(grads, wants_x, rounding)
     if wants_x:
@@ -245,10 +246,6 @@ def linear_backward(
     assert x_scales is not None
     of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or grad.dtype)
     return of_x, of_weight
-
-
-def _beside(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _product(

@@ -33,20 +33,6 @@ Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # formats of weights whose ro
 Format = Literal[Matrices, Lookups]
 Reads = Literal["forward", "backward"]
 
-FORMATS: dict[Format, tuple[Block, ...]] = {
-    "mxfp8": (ROW,),
-    "mxfp8_rowcol": (ROW, COLUMN),
-    "mxfp8_2d": (SQUARE,),
-    "mxfp8_rows": (ROW,),
-    "fp8_block": (SQUARE_128,),
-    "fp8_block_rows": (SQUARE_128,),
-}
-LOOKUPS: dict[Matrices, Format] = {
-    "mxfp8": "mxfp8_rows",
-    "mxfp8_rowcol": "mxfp8_rows",
-    "mxfp8_2d": "mxfp8_rows",
-    "fp8_block": "fp8_block_rows",
-}
 # The plane that each phase reads. The backward of a lookup reads no weight.
 READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": ROW},
@@ -55,6 +41,17 @@ READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8_rows": {"forward": ROW},
     "fp8_block": {"forward": SQUARE_128, "backward": SQUARE_128},
     "fp8_block_rows": {"forward": SQUARE_128},
+}
+# The planes of each format.
+FORMATS: dict[Format, tuple[Block, ...]] = {
+    format: tuple(dict.fromkeys(blocks.values())) for format, blocks in READS.items()
+}
+# The format of embeddings beside linear layers of each format.
+LOOKUPS: dict[Matrices, Format] = {
+    "mxfp8": "mxfp8_rows",
+    "mxfp8_rowcol": "mxfp8_rows",
+    "mxfp8_2d": "mxfp8_rows",
+    "fp8_block": "fp8_block_rows",
 }
 NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square", SQUARE_128: "block"}
 

@@ -175,8 +175,7 @@ class ShardedModule(FSDPModule):
         for group in self._shardwise_unit.groups:
             group.gradients.divisor = float(factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives only sum, and divide afterwards, even if the backend could average."""

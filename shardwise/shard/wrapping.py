@@ -265,71 +265,60 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @uncompiled
-def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
+def _pre_forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
     # Checkpoints count all tensors that autograd saves, so their hooks must see all of them.
     if not in_checkpoint() and not in_recomputation():
         hide_from_hooks()
-    return unit._pre_forward(module, args, kwargs)
+    return module._shardwise_unit._pre_forward(module, args, kwargs)
 
 
 @uncompiled
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit.post_forward(output)
+def _post_forward(module: ShardedModule, args: Any, output: Any) -> Any:
+    return module._shardwise_unit.post_forward(output)
 
 
 @uncompiled
-def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
+def _after_failure(module: ShardedModule, args: Any, output: Any) -> None:
     """Undo ``hide_from_hooks`` after every forward. After a forward that raised, also put the
     sharded parameters back: code that catches the exception and calls ``model.zero_grad()`` means
     these parameters."""
     show_to_hooks()
-    unit = unit_of(module)
-    if unit is None or not unit.calls.running:
-        return
-    if not unit.runtime.in_backward and not unit.runtime.in_other_thread:
+    unit = module._shardwise_unit
+    if unit.calls.running and not (unit.runtime.in_backward or unit.runtime.in_other_thread):
         unit.drop_dead_calls(entering=True)
 
 
-def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _before_state_dict(module: ShardedModule, prefix: str, keep_vars: bool) -> None:
     """Show the sharded parameters to the state dict, even while whole weights are gathered."""
-    unit = unit_of(module)
-    if unit is not None:
-        unit.hide_at_rest()
-        unit.hide()
+    module._shardwise_unit.hide_at_rest()
+    module._shardwise_unit.hide()
 
 
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
+def _after_state_dict(module: ShardedModule, *_: Any) -> None:
     """Show the whole weights again if a forward or backward called ``state_dict()``."""
-    unit = unit_of(module)
-    if unit is not None:
-        unit.show_again()
+    module._shardwise_unit.show_again()
 
 
 def _before_load(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    unit = unit_of(module)
-    if unit is not None:
-        unit.put_away(release=False)  # the load overwrites what was written to whole weights
-        unit.assigns = metadata.get("assign_to_params_buffers", False)
-        checksums = _load_checksums(unit, module, state_dict, prefix)
-        for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
-            pairs = zip(checksums, unit.groups, strict=True)
-            on_axis = [checksum for checksum, group in pairs if axis in group.ranks.axes]
-            values = zlib.crc32(repr(on_axis).encode())
-            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
+    """Show the sharded parameters, and record the load, so that ranks can compare its values."""
+    unit: Unit = module._shardwise_unit
+    unit.put_away(release=False)  # the load overwrites what was written to whole weights
+    unit.assigns = metadata.get("assign_to_params_buffers", False)
+    checksums = _load_checksums(unit, module, state_dict, prefix)
+    for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
+        pairs = zip(checksums, unit.groups, strict=True)
+        on_axis = [checksum for checksum, group in pairs if axis in group.ranks.axes]
+        values = zlib.crc32(repr(on_axis).encode())
+        axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
     _refuse_codes(module, state_dict, prefix)
 
 
-def _after_load(module: nn.Module, keys: Any) -> None:
+def _after_load(module: ShardedModule, keys: Any) -> None:
     """Move the tensors that ``assign=True`` put in place of parameters into the flat buffers."""
-    unit = unit_of(module)
-    if unit is not None and unit.assigns:
-        unit.assign()
+    if module._shardwise_unit.assigns:
+        module._shardwise_unit.assign()
 
 
 def _load_checksums(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> list[int]:
