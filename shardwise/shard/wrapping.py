@@ -264,8 +264,11 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     return super(ShardedModule, self).save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
+# The hooks are on wrapped modules only, so their module always has a unit.
+
+
 @uncompiled
-def _pre_forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
+def _pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
     # Checkpoints count all tensors that autograd saves, so their hooks must see all of them.
     if not in_checkpoint() and not in_recomputation():
         hide_from_hooks()
@@ -273,12 +276,12 @@ def _pre_forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
 
 
 @uncompiled
-def _post_forward(module: ShardedModule, args: Any, output: Any) -> Any:
+def _post_forward(module: Any, args: Any, output: Any) -> Any:
     return module._shardwise_unit.post_forward(output)
 
 
 @uncompiled
-def _after_failure(module: ShardedModule, args: Any, output: Any) -> None:
+def _after_failure(module: Any, args: Any, output: Any) -> None:
     """Undo ``hide_from_hooks`` after every forward. After a forward that raised, also put the
     sharded parameters back: code that catches the exception and calls ``model.zero_grad()`` means
     these parameters."""
@@ -288,13 +291,13 @@ def _after_failure(module: ShardedModule, args: Any, output: Any) -> None:
         unit.drop_dead_calls(entering=True)
 
 
-def _before_state_dict(module: ShardedModule, prefix: str, keep_vars: bool) -> None:
+def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     """Show the sharded parameters to the state dict, even while whole weights are gathered."""
     module._shardwise_unit.hide_at_rest()
     module._shardwise_unit.hide()
 
 
-def _after_state_dict(module: ShardedModule, *_: Any) -> None:
+def _after_state_dict(module: Any, *_: Any) -> None:
     """Show the whole weights again if a forward or backward called ``state_dict()``."""
     module._shardwise_unit.show_again()
 
@@ -315,7 +318,7 @@ def _before_load(
     _refuse_codes(module, state_dict, prefix)
 
 
-def _after_load(module: ShardedModule, keys: Any) -> None:
+def _after_load(module: Any, keys: Any) -> None:
     """Move the tensors that ``assign=True`` put in place of parameters into the flat buffers."""
     if module._shardwise_unit.assigns:
         module._shardwise_unit.assign()
