@@ -334,7 +334,7 @@ def test_gaps_of_a_state_dict_are_told(caplog: pytest.LogCaptureFixture) -> None
     one.load_state_dict(saved)
     lacks, begins = (record.getMessage() for record in caplog.records)
     assert "lacks 'momentum', which stay" in lacks and one.param_groups[0]["momentum"] == 0.8
-    assert f"has no states of '{name}', which begin anew" in begins
+    assert f"has no states of '{name}', which begin again" in begins
     one.step()
 
 
