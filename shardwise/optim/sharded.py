@@ -13,18 +13,17 @@ closures and state dicts work as for any torch optimizer.
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.agreement import raise_together
 from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise
+from shardwise.optim.checks import parameter_problems, raise_unless_same, summary
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import (
@@ -43,17 +42,9 @@ from shardwise.optim.matrix_group import (
     planned_settings,
 )
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded, route_problems
+from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
 from shardwise.optim.settings import GroupSettings, group_of
-from shardwise.optim.storage import (
-    axes_of,
-    cut_along_rows,
-    local_of,
-    mark_written,
-    sharding_of,
-    storage_problem,
-    version_of,
-)
+from shardwise.optim.storage import local_of, mark_written, version_of
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
@@ -461,51 +452,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
     """A step as an iterator of one part."""
     yield step(*args)
-
-
-# ------------------------------------------------------------------------------ checks
-
-
-def raise_unless_same(
-    what: str, problems: Sequence[str], facts: Sequence[str], parameters: Iterable[Tensor]
-) -> None:
-    """Raise on every rank the problems of any rank, and where ranks build different optimizers
-    (collective over the axes of ``parameters``)."""
-    raise_together(what, problems, facts, axes_of(parameters), same="build the same optimizer")
-
-
-def summary(facts: Sequence[Any]) -> str:
-    """A short text that differs if the fact of any parameter differs."""
-    return f"{len(facts)} parameters (checksum {zlib.crc32(repr(facts).encode()):08x})"
-
-
-def parameter_problems(
-    parameters: Iterable[tuple[str, Tensor]], matrices: Iterable[tuple[str, Tensor, Route]]
-) -> list[str]:
-    """Why these parameters cannot be optimized, or the matrices among them orthogonalised."""
-    problems = [storage_problem(name, parameter) for name, parameter in parameters]
-    for name, parameter, chosen in matrices:
-        shape = tuple(parameter.shape)
-        if not parameter.is_floating_point():
-            problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
-        wrong_route = route_problems(name, shape, chosen)
-        if wrong_route:
-            problems += wrong_route
-            continue
-        problems.append(storage_problem(name, parameter, matrix=True))
-        sharding = sharding_of(parameter)
-        if chosen.flat and not cut_along_rows(parameter):
-            problems.append(
-                f"'{name}' of shape {list(shape)} is one matrix [out, rest], and "
-                f"{parameter.placements} cut another dimension than the first"  # type: ignore[attr-defined]
-            )
-        elif chosen.split is not None and any(sharding.blocked):
-            side, count = sharding.block_dim, sharding.count(sharding.blocked)
-            if chosen.split.within(shape, side, count, sharding.block) is None:
-                lines = ("rows", "columns")[side]
-                problems.append(
-                    f"'{name}' has a split {chosen.split}, and tensor parallelism cuts its "
-                    f"{shape[-2 + side]} {lines} into {count} blocks inside the matrices: choose "
-                    f"a size whose cuts fall between the matrices, or store them separately"
-                )
-    return list(dict.fromkeys(problem for problem in problems if problem))
