@@ -71,7 +71,7 @@ class Products:
         """
         *before, (shift, linear, square) = stages(step, constant=constant)
         if square == 0:
-            factor = linear / GRAM_SCALE
+            factor: float | Tensor = linear / GRAM_SCALE
             if rescale is not None:
                 factor = factor * rescale.linear[:, None, None]
             torch.mul(gram, factor, out=out)
