@@ -109,13 +109,14 @@ def route(
     chosen: dict[str, dict[str, str]] = {name: {} for name in names}  # kind -> selector
     for kind, selectors in (("matrix", matrix), ("elementwise", elementwise)):
         for selector in _listed(selectors):
-            matching = _select(selector, names, problems)
+            text, matches = _parsed(selector, problems)
+            matching = [name for name, parameter in names.items() if matches(name, parameter)]
             if kind == "matrix" and isinstance(selector, nn.Module):  # without its biases
                 matching = [name for name in matching if names[name].ndim > 1]
             if not matching:
-                problems.append(f"{kind}={_described(selector)} matches no parameter")
+                problems.append(f"{kind}={text} matches no parameter")
             for name in matching:
-                chosen[name].setdefault(kind, _described(selector))
+                chosen[name].setdefault(kind, text)
     splits: dict[str, tuple[str, Split]] = {}
     for name, pattern, blocks in _by_pattern("split", Split, split or {}, names, problems):
         first_pattern, first = splits.setdefault(name, (pattern, blocks))
@@ -350,21 +351,22 @@ def _listed(selectors: Selector | Sequence[Selector]) -> list[Any]:
     return [selectors] if single else list(selectors)  # type: ignore[arg-type,list-item]
 
 
-def _select(selector: Any, names: Mapping[str, Tensor], problems: list[str]) -> list[str]:
-    """The names of the parameters that a selector chooses."""
+def _parsed(selector: Any, problems: list[str]) -> tuple[str, Callable[[str, Tensor], bool]]:
+    """A selector in words, and as a function (name, parameter) -> bool."""
     if isinstance(selector, str):
-        return [name for name in names if fnmatch.fnmatchcase(name, selector)]
+        return repr(selector), lambda name, parameter: fnmatch.fnmatchcase(name, selector)
     if isinstance(selector, nn.Module):
-        inside = {id(parameter) for parameter in selector.parameters()}
-        return [name for name, parameter in names.items() if id(parameter) in inside]
+        inside = set(map(id, selector.parameters()))
+        return f"a {type(selector).__name__}", lambda name, parameter: id(parameter) in inside
     if isinstance(selector, Tensor):
-        return [name for name, parameter in names.items() if parameter is selector]
+        text = f"a parameter of shape {list(selector.shape)}"
+        return text, lambda name, parameter: parameter is selector
     if callable(selector):
-        return [name for name, parameter in names.items() if selector(name, parameter)]
+        return f"{getattr(selector, '__name__', 'a function')}()", selector
     problems.append(
         f"{selector!r} selects nothing: use a name pattern, a module, a parameter or a function"
     )
-    return []
+    return repr(selector), lambda name, parameter: False
 
 
 def _by_pattern(
@@ -384,13 +386,3 @@ def _by_pattern(
         if not matching:
             problems.append(f"{argument} {pattern!r} matches no parameter")
         yield from ((name, pattern, value) for name in matching)
-
-
-def _described(selector: Any) -> str:
-    if isinstance(selector, nn.Module):
-        return f"a {type(selector).__name__}"
-    if isinstance(selector, Tensor):
-        return f"a parameter of shape {list(selector.shape)}"
-    if callable(selector):
-        return f"{getattr(selector, '__name__', 'a function')}()"
-    return repr(selector)
