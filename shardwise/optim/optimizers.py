@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
-from shardwise.optim.checks import parameter_problems, raise_unless_same, summary
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings
+from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import SETTINGS, ShardedOptimizer

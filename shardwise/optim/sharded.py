@@ -23,7 +23,6 @@ from torch import Tensor
 from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise
-from shardwise.optim.checks import parameter_problems, raise_unless_same, summary
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import (
@@ -42,6 +41,7 @@ from shardwise.optim.matrix_group import (
     planned_settings,
 )
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
+from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
 from shardwise.optim.settings import GroupSettings, group_of
 from shardwise.optim.storage import local_of, mark_written, version_of
