@@ -364,8 +364,10 @@ class Exchange:
     ) -> list[Batch]:
         """The matrices that this rank owns, out of its own parts and of the received ones."""
         whole: dict[int, Tensor] = {}
-        batches = [(self._empty(len(keys), *shape), keys) for shape, keys in round_.batches]
-        for batch, keys in batches:
+        batches = []
+        for shape, keys in round_.batches:
+            batch = self._empty(len(keys), *shape)
+            batches.append((batch, keys))
             for (index, _), slot in zip(keys, batch, strict=True):
                 if not self.matrices[index].sizes:
                     whole[index] = slot.view(-1)

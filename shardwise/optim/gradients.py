@@ -185,8 +185,9 @@ def _place_gradient(parameter: Tensor) -> None:
         elif not state_cut(parameter).is_part_of(grad.cut):  # reduced to another replica
             parameter.grad = torch.empty_like(parameter).copy_(grad)
         return
-    both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
-    if both and grad.placements != parameter.placements:  # tensor parallelism left partial sums
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+        return
+    if grad.placements != parameter.placements:  # tensor parallelism left partial sums
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 

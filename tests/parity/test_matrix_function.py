@@ -223,9 +223,7 @@ def test_what_goes_wrong_on_one_owner_is_said_by_every_rank(rank: int, world_siz
 def test_bad_functions_and_options_are_refused_at_once() -> None:
     model = make_model()
     assert repr(breaks).startswith("breaks(gradient: 'Tensor', state: 'State', *, lr: 'float'")
-    with pytest.raises(
-        TypeError, match=r"breaks\(lr=0.01\), .* plain function is breaks.function"
-    ):
+    with pytest.raises(TypeError, match=r"breaks\(lr=0.01\), .* plain function is breaks.function"):
         breaks(torch.ones(1, 2, 2), {}, lr=0.1)
 
     def build(matrix: Any) -> Any:
