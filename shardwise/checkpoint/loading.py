@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: any checkpoint into any layout of the same tensors, after every byte was checked.
 
-compare  sha256 of every file, shared out over the ranks, before any file is interpreted
-read     index, values, names, shapes, dtypes; the saved boxes that overlap this rank's, to host
-offer    extra states to the modules that have any: their own code, which may refuse
-write    tensors, optimizer, random states: no file is read, nothing is left to refuse
+compare  check the sha256 of every file, divided over the ranks, before any file is interpreted
+read     check the index, values, names, shapes and dtypes; read the saved boxes that overlap this
+         rank's boxes into host memory
+offer    give extra states to the modules that have any: their code may refuse
+write    write tensors, optimizer and random states: reads no file, and can't be refused
 
-Each step ends with one small exchange: all ranks go on, or all raise the same and undo.
+Each step ends with a small exchange: all ranks continue, or all undo and raise the same error.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ def load(
     """Load a checkpoint in place and return its ``extra`` (collective).
 
     The number of ranks, the strategy, the layout and the grouping of the optimizer may differ from
-    those of the save; values are equal bit for bit. With as many ranks as then, each gets its own
-    random states and ``extra`` back; with another number, ``extra`` is rank 0's and the generators
-    are seeded from it (``RandomStates``). ``optimizer=None`` leaves saved optimizer states alone.
+    those of the save; values are equal bit for bit. With the same number of ranks, each rank gets
+    its random states and ``extra`` back. With another number, every rank gets the ``extra`` of rank
+    0, and seeds its generators from the random states of rank 0 (``RandomStates``).
+    ``optimizer=None`` ignores saved optimizer states.
 
-    A load that is refused has changed nothing, on any rank. ``MismatchError`` lists all that does
-    not fit, ``DamagedError`` names a file that is not as it was written, ``UnsafeError`` one that
-    asks for more than numbers. A rank holds all that it loads in host memory before it writes.
+    A load that raises an error of a checkpoint has changed nothing, on any rank. ``MismatchError``
+    lists everything that does not fit, ``DamagedError`` names a file that is not as it was written,
+    ``UnsafeError`` a file that contains more than numbers. A rank reads everything into host memory
+    before it writes.
     """
     ranks = ranks_with_data()
     job = _Job(Path(os.path.abspath(path)), model, optimizer, ranks)
@@ -84,7 +87,7 @@ class _Job:
         self, path: Path, model: nn.Module, optimizer: Optimizer | None, ranks: comm.Axis
     ) -> None:
         self.path, self.model, self.optimizer, self.ranks = path, model, optimizer, ranks
-        self.offered: list[tuple[nn.Module, Any]] = []  # modules with the extra states they had
+        self.offered: list[tuple[nn.Module, Any]] = []  # modules and their extra states before
 
     def compare(self) -> None:
         self.manifest = Manifest.read(self.path)
@@ -92,7 +95,7 @@ class _Job:
         compare_bytes(self.path, self.manifest, self.ranks.rank, self.ranks.size)
 
     def read(self) -> None:
-        """Raise all that does not fit, at once; then read everything that this rank loads."""
+        """Raise everything that does not fit, at once; then read all that this rank loads."""
         self.checkpoint = Checkpoint.open(self.path, self.manifest)
         self.random_states, self.extra = self.checkpoint.rank_values(
             self.ranks.rank if self.same_size else 0
@@ -106,13 +109,16 @@ class _Job:
             self.optimizer_load.compare()
             problems += self.optimizer_load.problems
         if problems:
-            raise MismatchError(_explain(self.path, self.manifest, problems))
+            step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
+            size = f"{step}{self.manifest.num_tensors} tensors"
+            headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
+            raise MismatchError(listed(headline, problems, 40))
         self.copies = Copies(self.checkpoint, self.state)
         self.copies.stage()
 
     @property
     def same_size(self) -> bool:
-        """Whether the checkpoint was saved by as many ranks."""
+        """Whether the checkpoint was saved by this number of ranks."""
         return self.manifest.world_size == self.ranks.size
 
     def _model_problems(self) -> list[str]:
@@ -122,15 +128,15 @@ class _Job:
             if key.startswith("model.")
         }
         tied: dict[str, str] = self.checkpoint.values["tied"]
-        here = self.state
+        state = self.state
         wanted: dict[str, tuple[Shape, torch.dtype]] = {}
-        known = set(here.tied)
-        for key, tensor in here.tensors.items():
+        expected = set(state.tied)
+        for key, tensor in state.tensors.items():
             name = key.removeprefix("model.")
-            stack = here.stacks.get(name)
+            stack = state.stacks.get(name)
             shape = tuple(tensor.shape) if stack is None else stack.stored_shape(tensor.shape)
             wanted |= dict.fromkeys(stack.here if stack else (name,), (shape, tensor.dtype))
-            known |= {*here.stored_names(name)}
+            expected |= {*state.stored_names(name)}
         names = set(saved) | set(tied)
         problems = []
         for name, (shape, dtype) in wanted.items():
@@ -138,42 +144,42 @@ class _Job:
             if planes := _mxfp8_parts(name, saved):
                 names -= planes
                 problems.append(
-                    f"'{name}' is there as fp8 codes ({', '.join(sorted(planes))}): main weights "
-                    f"are never made from codes unasked. Save the model that trains (its "
-                    f"checkpoints hold main weights, whatever the format), or decode them yourself "
+                    f"'{name}' is stored as fp8 codes ({', '.join(sorted(planes))}), and main "
+                    f"weights are not made from codes. Save the model that trains (its checkpoints "
+                    f"hold main weights, whatever the format), or decode them yourself "
                     f"(shardwise.precision.FP8Tensor)"
                 )
             elif entry is None:
                 problems.append(f"missing from it: '{name}' {list(shape)}")
             else:
                 problems += differences(name, entry, shape, dtype)
-        for name in sorted(names - known):
+        for name in sorted(names - expected):
             shape = saved[tied.get(name, name)].shape
             problems.append(f"unexpected in it: '{name}' {list(shape)}")
-        for name, first in here.tied.items():
+        for name, first in state.tied.items():
             if name in saved and first in saved and saved[name] is not saved[first]:
                 problems.append(
                     f"'{name}' and '{first}' are one tensor in this model and two in the checkpoint"
                 )
-        extra = set(self.checkpoint.values["extra_states"])
-        problems += [f"missing from it: '{n}'" for n in sorted(set(here.extra_states) - extra)]
-        problems += [f"unexpected in it: '{n}'" for n in sorted(extra - set(here.extra_states))]
+        extra, here = set(self.checkpoint.values["extra_states"]), set(state.extra_states)
+        problems += [f"missing from it: '{name}'" for name in sorted(here - extra)]
+        problems += [f"unexpected in it: '{name}'" for name in sorted(extra - here)]
         return problems
 
     def offer(self) -> None:
-        """Set the modules' extra states, keeping those they had in case a module refuses."""
+        """Set the modules' extra states; keep their old ones in case a module refuses."""
         named = unwrapped(self.model).named_modules(remove_duplicate=False)
         modules = {clean(name): module for name, module in named}
-        # Experts keep this model's own order of gate and up: the load permutes rows instead.
-        own = {stack.order for stack in self.state.stacks.values()}
+        # Experts keep the order of gate and up of this model: the load permutes rows instead.
+        orders = {stack.order for stack in self.state.stacks.values()}
         for name, value in self.checkpoint.values["extra_states"].items():
-            if name not in own:
+            if name not in orders:
                 module = modules[name.rpartition(".")[0]]
                 self.offered.append((module, copy.deepcopy(module.get_extra_state())))
                 module.set_extra_state(value)
 
     def undo(self) -> None:
-        """Take back the changes of ``read`` and ``offer``."""
+        """Undo the changes of ``read`` and ``offer``."""
         for module, value in reversed(self.offered):
             module.set_extra_state(value)
         if self.optimizer_load is not None:
@@ -193,9 +199,3 @@ def _mxfp8_parts(name: str, saved: Iterable[str]) -> set[str]:
     """The names of MXFP8 codes and scales that a checkpoint holds for one parameter."""
     parts = {f"{name}.{plane}.{part}" for plane in NAMES.values() for part in ("codes", "scales")}
     return parts & set(saved)
-
-
-def _explain(path: Path, manifest: Manifest, problems: list[str]) -> str:
-    step = f"step {manifest.step}, " if manifest.step is not None else ""
-    headline = f"{path} ({step}{manifest.num_tensors} tensors) does not fit; nothing was loaded:"
-    return listed(headline, problems, 40)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading: a checkpoint on the disk, checked, and which of its boxes fill which of a rank's.
+"""Reading: a checkpoint on the disk, its checks, and the saved boxes that fill the boxes of a rank.
 
 saved by 2 ranks         rank 0 | rows 0-3 |  rank 1 | rows 4-6 |
 read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6 |
@@ -41,7 +41,7 @@ class Checkpoint:
 
     @staticmethod
     def open(path: Path, manifest: Manifest) -> Checkpoint:
-        """Read and check what belongs to all ranks. ``compare_bytes`` comes before."""
+        """Read and check all but tensors and values of a rank. Call ``compare_bytes`` before."""
         manifest.check_sizes(path)
         data = read_listed(path, manifest.file(INDEX), MAX_BYTES)
         index = parse(data, str(path / INDEX), manifest.files)
@@ -54,8 +54,9 @@ class Checkpoint:
         return Checkpoint(path, manifest, index, values)
 
     def untie(self, keys: Container[str]) -> None:
-        """Give those names of tied parameters whose keys are in ``keys`` what was saved under the
-        first name: the tensor, the optimizer's states, the group. The model here may tie others."""
+        """Undo the ties of parameters whose keys are in ``keys``: give each name the tensor, the
+        optimizer's states and the group that were saved under the first name. The model that loads
+        may tie other parameters than the model that was saved."""
         optimizer = self.values["optimizer"] or {"tensors": {}, "scalars": {}, "groups": []}
         groups = {name: group for group in optimizer["groups"] for name in group["parameters"]}
         tied = self.values["tied"].items()
@@ -77,7 +78,7 @@ class Checkpoint:
         return RandomStates(values.get("random"), where), values["extra"]
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
-        """The tensors of some chunks, file by file, front to back; one is in memory at a time."""
+        """Read chunks, file by file, front to back; a single tensor is in memory at a time."""
         ordered = sorted(chunks, key=lambda chunk: (chunk.rank, chunk.begin))
         for name, wanted in groupby(ordered, key=lambda chunk: chunk.file):
             with open_listed(self.path, self.manifest.file(name)) as stream:
@@ -90,7 +91,7 @@ class Checkpoint:
                     yield chunk, flat.view(chunk.dtype).view(chunk.sizes)
 
     def read_whole(self, key: str) -> Tensor:
-        """One tensor, whole, in host memory."""
+        """A whole tensor in host memory."""
         entry = self.index[key]
         whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         copies = Copies(self, State(tensors={key: whole}))
@@ -114,7 +115,7 @@ def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int
 
 @dataclass(frozen=True)
 class _Copy:
-    """A part of a saved chunk and the memory it fills; row by row where rows change places."""
+    """A part of a saved chunk and the memory that it fills; by rows if their order differs."""
 
     target: Tensor
     part: tuple[slice, ...]  # of the saved chunk
@@ -130,12 +131,12 @@ class _Copy:
         """Take the part out of the saved chunk; return the function that writes it."""
         part = value[self.part]
         if self.rows is None:
-            whole = part.numel() == value.numel()
-            part = part if whole else part.clone()  # the rest of the chunk can be freed
+            if part.numel() != value.numel():
+                part = part.clone()  # the rest of the chunk can be freed
             return lambda: self.target.copy_(part)
-        taken, put = self.rows
-        device, moved = self.target.device, part.index_select(0, taken)
-        return lambda: self.target.index_copy_(0, put.to(device), moved.to(self.target))
+        source, destination = self.rows
+        device, rows = self.target.device, part.index_select(0, source)
+        return lambda: self.target.index_copy_(0, destination.to(device), rows.to(self.target))
 
 
 class Copies:
@@ -153,25 +154,24 @@ class Copies:
                     self._fill(piece, None)
                     continue
                 parts = stack.pieces(piece)
-                for part in parts if piece.data.dim() else parts[:1]:  # a count is one for all
+                if not piece.data.dim():
+                    parts = parts[:1]  # the step count is the same for all experts
+                for part in parts:
                     shape = checkpoint.index[part.key].shape
                     self._fill(part, stack.stored_rows(shape[0], orders) if shape else None)
 
     def _fill(self, piece: Piece, rows: Tensor | None) -> None:
-        """Add the copies that fill a piece, whose rows may be saved in another order."""
-        read = 0
+        """Add the copies that fill a piece. ``rows``: see ``_overlap``."""
+        num_elements = 0
         for chunk in self._checkpoint.index[piece.key].chunks:
-            if (copy := _overlap(chunk, piece, rows)) is not None:
+            copy = _overlap(chunk, piece, rows)
+            if copy is not None:
                 self.chunks.setdefault(chunk, []).append(copy)
-                read += copy.num_elements
-        if read != piece.data.numel():
-            raise CheckpointError(
-                f"{read} of {piece.data.numel()} elements of '{piece.key}' would be read: this is "
-                f"a bug"
-            )
+                num_elements += copy.num_elements
+        assert num_elements == piece.data.numel(), piece.key
 
     def stage(self) -> None:
-        """Read all chunks into host memory; nothing is written yet."""
+        """Read all chunks into host memory; write nothing."""
         self._staged = [
             copy.stage(value)
             for chunk, value in self._checkpoint.read(self.chunks)
@@ -180,16 +180,16 @@ class Copies:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write what was read into the tensors. No file is touched, so nothing can be missing."""
+        """Write the staged values into the tensors. This reads no file, so it can't fail on one."""
         for tensor in self._wanted:
             if isinstance(tensor, ShardedTensor) and tensor.version is not None:
-                tensor.version.write()  # on every rank, also one that holds none of the tensor
+                tensor.version.write()  # on every rank, also if it stores nothing of the tensor
         while self._staged:
             self._staged.pop()()
 
 
 def _overlap(chunk: Chunk, piece: Piece, rows: Tensor | None) -> _Copy | None:
-    """The copy from a chunk to the piece, or None where they have no element in common.
+    """The copy from a chunk to the piece, or None if they have no element in common.
 
     With ``rows``, row i of the tensor is saved as row ``rows[i]``.
     """
@@ -198,18 +198,19 @@ def _overlap(chunk: Chunk, piece: Piece, rows: Tensor | None) -> _Copy | None:
     ends = zip(piece.offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
     high = [min(a + size_a, b + size_b) for a, size_a, b, size_b in ends]
     source = _slices(low, high, chunk.offsets)
-    place = _slices(low, high, piece.offsets)
-    moved = None
+    target = _slices(low, high, piece.offsets)
+    indices = None
     if rows is not None:
-        wanted = rows[piece.offsets[0] : piece.offsets[0] + sizes[0]] - chunk.offsets[0]
-        put = ((wanted >= 0) & (wanted < chunk.sizes[0])).nonzero().flatten()
-        moved = wanted[put], put
-        low[0], high[0] = 0, len(put)
+        chunk_rows = rows[piece.offsets[0] : piece.offsets[0] + sizes[0]] - chunk.offsets[0]
+        inside = (chunk_rows >= 0) & (chunk_rows < chunk.sizes[0])
+        piece_rows = inside.nonzero().flatten()
+        indices = chunk_rows[piece_rows], piece_rows
+        low[0], high[0] = 0, len(piece_rows)
         source = (slice(None), *source[1:])
-        place = (slice(None), *place[1:])
+        target = (slice(None), *target[1:])
     if any(begin >= end for begin, end in zip(low, high, strict=True)):
         return None
-    return _Copy(piece.data[place], source, moved)
+    return _Copy(piece.data[target], source, indices)
 
 
 def _slices(low: list[int], high: list[int], offsets: Iterable[int]) -> tuple[slice, ...]:
@@ -245,16 +246,15 @@ class Verification:
     def __str__(self) -> str:
         lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
         if self.manifest is not None:
-            made = self.manifest
-            step = "" if made.step is None else f"step {made.step}, "
-            lines.append(
-                f"  {step}{made.created}, {made.world_size} ranks, torch {made.versions['torch']}"
-            )
-            lines.append(
+            saved = self.manifest
+            step = "" if saved.step is None else f"step {saved.step}, "
+            torch_version = saved.versions["torch"]
+            lines += [
+                f"  {step}{saved.created}, {saved.world_size} ranks, torch {torch_version}",
                 f"  {self.num_tensors} tensors, {self.num_elements} elements, "
-                f"{len(made.files)} files, {made.num_bytes} bytes"
-            )
-            lines += [f"  {text}" for text in made.placements]
+                f"{len(saved.files)} files, {saved.num_bytes} bytes",
+                *(f"  {text}" for text in saved.placements),
+            ]
         lines += [f"  problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
 
@@ -262,9 +262,8 @@ class Verification:
 def verify(path: str | os.PathLike[str]) -> Verification:
     """Check a checkpoint as ``load`` does, for all ranks, without a model or a process group.
 
-    A load refuses what is reported here. Checked are sizes and every sha256; then, if the bytes
-    are as written, their meaning: the index, the optimizer's groups, each rank's random states and
-    extra.
+    A load refuses everything that this reports. Checks sizes and every sha256. If all bytes are as
+    written, checks the index, the optimizer's groups, and random states and extra of each rank.
     """
     report = Verification(Path(os.path.abspath(path)))
     with report.collecting():
@@ -274,21 +273,19 @@ def verify(path: str | os.PathLike[str]) -> Verification:
     for file in report.manifest.files:
         with report.collecting():
             check_bytes(report.path, file)
-    sound = report.ok
+    as_written = report.ok
     listed = {file.name for file in report.manifest.files} | {NAME}
     for entry in sorted(report.path.iterdir()):
         if entry.name not in listed:
             report.problems.append(f"{entry} is not in the manifest")
-    if sound:
-        with report.collecting():
-            _check_contents(report, Checkpoint.open(report.path, report.manifest))
+    if not as_written:
+        return report
+    with report.collecting():
+        checkpoint = Checkpoint.open(report.path, report.manifest)
+        entries = checkpoint.index.values()
+        report.num_tensors = len(entries)
+        report.num_elements = sum(math.prod(entry.shape) for entry in entries)
+        for rank in range(report.manifest.world_size):
+            with report.collecting():
+                checkpoint.rank_values(rank)
     return report
-
-
-def _check_contents(report: Verification, checkpoint: Checkpoint) -> None:
-    entries = checkpoint.index.values()
-    report.num_tensors = len(entries)
-    report.num_elements = sum(math.prod(entry.shape) for entry in entries)
-    for rank in range(checkpoint.manifest.world_size):
-        with report.collecting():
-            checkpoint.rank_values(rank)

@@ -271,7 +271,7 @@ def test_a_warmup_that_is_over_is_not_changed_without_a_word(here: Path) -> None
     ]
     for changes in works:
         resolve(Request(out="run", resume="latest", changes=changes))
-    said = r"cannot change to warmup=5 \(saved: 2; learning rates have risen before step 6\): keep"
+    said = r"cannot change to warmup=5 \(saved: 2; the warmup ended before step 6\): keep"
     with pytest.raises(ValueError, match=said):
         resolve(Request(out="run", resume="latest", changes={"warmup": 5}))
 
