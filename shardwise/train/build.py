@@ -128,7 +128,7 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
 
 
 def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
-    """The token that ends a document, which attention does not cross; None if documents are joined."""
+    """The token that ends a document, if attention does not cross documents; else None."""
     if config.documents == "joined":
         return None
     if corpus.codec is not None:

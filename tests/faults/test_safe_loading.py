@@ -133,11 +133,13 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "lies outside [4, 3]": lambda content: weight(content)[2][0].__setitem__(2, [1, 0]),
     "beyond the end of __0_0.distcp": lambda content: weight(content)[2][0].__setitem__(1, 10**6),
     "beyond the end of __1_0.distcp": lambda content: weight(content)[2][0].__setitem__(0, 1),
-    "-1 where a size": lambda content: weight(content)[2][0].__setitem__(1, -1),
-    "True where a size": lambda content: weight(content)[2][0].__setitem__(0, True),
-    "'../secret' where a size": lambda content: weight(content)[2][0].__setitem__(0, "../secret"),
+    "-1 in the place of a size": lambda content: weight(content)[2][0].__setitem__(1, -1),
+    "True in the place of a size": lambda content: weight(content)[2][0].__setitem__(0, True),
+    "'../secret' in the place of a size": lambda content: weight(content)[2][0].__setitem__(
+        0, "../secret"
+    ),
     "no tensor": lambda content: weight(content).__setitem__(1, [1 << 40, 1 << 40]),
-    "where a shape": lambda content: weight(content).__setitem__(1, [1] * 65),
+    "in the place of a shape": lambda content: weight(content).__setitem__(1, [1] * 65),
     "'load' is no dtype": lambda content: weight(content).__setitem__(0, "load"),
     "of type list is no dtype": lambda content: weight(content).__setitem__(0, []),
     "byteorder 'big'": lambda content: content.update(byteorder="big"),

@@ -409,7 +409,7 @@ def test_a_folder_that_is_renamed_is_made_anew_whole_and_told(tmp_path: Path) ->
     assert first.startswith("saved") and second == "saved "
     assert f"{folder} was removed or renamed" in first, "by the next event"
     [warning] = events_of(folder, "warning")
-    assert f"{folder} was removed or renamed while this run wrote there" in warning["text"]
+    assert f"{folder} was removed or renamed during the run" in warning["text"]
     assert [event["step"] for event in events_of(folder, "save")] == [4, 6, 8]
     assert events_of(folder, "run") and (folder / "config.json").is_file()
     assert (folder / ".lock").is_file() and (folder / "tokenizer").is_dir()

@@ -196,7 +196,7 @@ def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
     assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2}
     with pytest.raises(ValueError, match=r"3 ranks cannot form 2 replicas.*divisor of 3"):
         config.mesh_shape(3)
-    with pytest.raises(ValueError, match="replicas=2 belongs to hsdp"):
+    with pytest.raises(ValueError, match="replicas=2 works with hsdp"):
         dataclasses.replace(config, strategy="zero3").mesh_shape(4)
 
 
