@@ -180,11 +180,11 @@ class Stream:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether all rows are written. (For a short dataset, ``ended`` is written before volume 0.)"""
+        """Whether all rows are written. (A short dataset gets ``ended`` before volume 0.)"""
         return (self.folder / _ENDED).is_file() and self.path(0).is_file()
 
     def _mark(self, volume: int) -> Path:
-        """The file with the end of a volume: a row, and how many of its tokens are in the volume."""
+        """The file with the end of a volume: a row, and the number of its tokens inside."""
         return self.folder / f"mark-{volume}.json"
 
     def _rows(self, first: int) -> Iterator[tuple[int, bool, Tokens]]:

@@ -380,7 +380,7 @@ def test_a_folder_whose_owner_lives_is_refused_by_name(
 ) -> None:
     request = Request(out="run", resume=resume)
     before = sorted(path.name for path in (here / "run").iterdir())
-    said = f"still going on .pid {held} on host {socket.gethostname()}.*--out"
+    said = f"has not ended .pid {held} on host {socket.gethostname()}.*--out"
     with pytest.raises(ValueError, match=said):
         claim(request)
     assert sorted(path.name for path in (here / "run").iterdir()) == before
@@ -434,7 +434,7 @@ def test_a_lock_file_that_was_removed_in_between_locks_nothing(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     lock = RunLock(here / "run")
-    with pytest.raises(ValueError, match="still going on"):
+    with pytest.raises(ValueError, match="has not ended"):
         RunLock(here / "run")
     lock.release()
 
