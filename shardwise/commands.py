@@ -97,7 +97,7 @@ class Train:
     out: str | None = None
     """Folder of the run. Default: runs/RECIPE, or the next free name."""
     resume: str | None = None
-    """The path of a checkpoint or of a run, or latest (also the meaning of --resume alone)."""
+    """The checkpoint or run to resume from. latest, or --resume alone: the newest checkpoint."""
     max_restarts: int = 0
     """How often to restart failed ranks from the newest checkpoint (not under torchrun)."""
     # Not --log: torchrun's parser takes that for an abbreviation of one of its flags.

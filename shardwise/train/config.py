@@ -102,9 +102,9 @@ class TrainConfig:
         microbatches: number of pieces in which a rank computes its share of a batch; ``auto``: as
             few as fit the GPU according to the plan (see :mod:`shardwise.train.fit`), 1 on CPU.
         strategy: how parameters, gradients and optimizer states are sharded over the ranks.
-        keep_weights: whether gathered weights are kept between forward and backward and from step
-            to step, as with ``zero2``; ``auto``: kept on a single rank if the plan says that they
-            fit the GPU, which saves the casts from main weights.
+        keep_weights: whether the compute weights stay in memory between their uses, as with
+            ``zero2``; ``auto``: on a single rank, if the plan says that they fit the GPU. This
+            saves the casts from main weights.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
         ep: number of neighbouring ranks over which the experts are spread (expert parallelism).
@@ -122,7 +122,7 @@ class TrainConfig:
         clip: the largest norm of the gradient; a gradient with a larger norm is scaled down.
         precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``,
             ``mxfp8_2d`` and ``fp8_block`` store the linear layers in fp8 and all else in bf16; the
-            run prints which and why. ``fp8_block`` also multiplies in fp8. Main weights are fp32.
+            run prints the rest and why. ``fp8_block`` also multiplies in fp8. Main weights: fp32.
         final_bf16: fraction of the steps, at the end of a run in fp8, that are computed in bf16.
             The run saves a checkpoint there and continues from it in bf16.
         compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs,
