@@ -148,8 +148,8 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
     """The manifest in a body with a correct sha256. Anyone can write such a body: check types."""
     fields = {item.name for item in dataclasses.fields(Manifest)}
     if body.keys() != fields:
-        names = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
-        raise DamagedError(f"{path} lacks fields of a manifest, or has others: {names}")
+        different = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
+        raise DamagedError(f"{path} lacks fields of a manifest, or has others: {different}")
     for name in _VALUES:
         body[name] = decode(body[name], str(path))
     for name, is_valid in _IS_VALID.items():

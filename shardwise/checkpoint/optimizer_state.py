@@ -411,7 +411,7 @@ class OptimizerLoad:
         if form == saved_form:
             return
         known = saved_form in get_args(MomentumForm) and type(saved.get("momentum")) is float
-        if form is None or not known:  # of an optimizer of torch, for example
+        if form is None or saved_form is None or not known:  # of an optimizer of torch, for example
             self.problems.append(f"'{name}' has momentum of an unknown form in it, or here")
             return
 

@@ -234,7 +234,9 @@ def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None)
         values["options and counts of the optimizer"] = {"": (options, optimizer["scalars"])}
     sums |= {name: zlib.crc32(to_bytes(value, name)) for name, value in values.items()}
     for parameter in model.parameters():
-        ranks = replicas_of(parameter) if isinstance(parameter, ShardedTensor) else ()
+        if not isinstance(parameter, ShardedTensor):
+            continue
+        ranks = replicas_of(parameter)
         if len(ranks) > 1:
             name = f"weights of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
             sums[name] = sums.get(name, 0) + checksum(parameter.to_local())

@@ -118,7 +118,7 @@ def flops_per_token(config: TrainConfig, parameters: Iterable[Tensor] = ()) -> f
     if config.module is not None:
         frozen = sum(size for size, requires_grad in sizes if not requires_grad)
         return 6.0 * trained + 4.0 * frozen
-    flops = config.model.flops_per_token()
+    flops: float = config.model.flops_per_token()
     if config.lora_rank:
         # Subtract the gradients of the frozen weights, a third of the FLOPs without attention (-1).
         flops += 6 * trained - config.model.flops_per_token(-1) / 3
