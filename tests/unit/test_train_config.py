@@ -318,7 +318,7 @@ def test_logging_never_ends_a_run_and_says_why_once(
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
     said = [record.message for record in caplog.records]
     assert len(said) == 4, said
-    assert all(text.startswith("rank 0, step 1: ") and "goes on" in text for text in said)
+    assert all(text.startswith("rank 0, step 1: ") and "the run continues" in text for text in said)
     assert "/dev/full cannot be written (/dev/full is no regular file)" in said[0]
     assert "the tracker" in said[1] and "the console" in said[2]
     assert "the console cannot be written ([Errno 28] No space left" in said[3]
