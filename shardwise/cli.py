@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise``: train, data, generate, plan, report, verify, export, bench. Parses, calls, prints.
+"""The ``shardwise`` command: parses the arguments, calls the library, prints the result.
 
-A mistake of the user is one line on standard error and exit code 2; a run that failed is one line
-for each rank that saw it, and exit code 1. Parsing needs no torch: ``--help`` is quick.
+A mistake of the user gives one line on standard error and exit code 2. A run that fails gives one
+line for each rank that saw the failure, and exit code 1. Parsing imports no torch, so ``--help`` is
+quick.
 """
 
 from __future__ import annotations
@@ -40,30 +41,24 @@ from shardwise.commands import (
     Train,
     Verify,
     examples,
+    flags_of,
+    given,
 )
 from shardwise.notices import CannotMeet
 from shardwise.train.cache import keep_bytecode
 from shardwise.train.config import GROUPS, TrainConfig
-from shardwise.train.flags import flags_of, given
 from shardwise.train.recipes import RECIPES, load_recipe
 
 
 def _with_flags(command: type, flags: Any) -> Any:
-    """A command with flags for fields of ``TrainConfig``."""
-    field: Any = (
-        "configuration",
-        Annotated[flags, arg(name="")],
-        dataclasses.field(default_factory=dict),
+    """The class of a command with more flags, for fields of ``TrainConfig``."""
+    flag_type = Annotated[flags, arg(name="")]
+    field: Any = ("configuration", flag_type, dataclasses.field(default_factory=dict))
+    extended = dataclasses.make_dataclass(
+        command.__name__, [field], bases=(command,), frozen=True, kw_only=True
     )
-    bases, name = (command,), command.__name__
-    made = dataclasses.make_dataclass(name, [field], bases=bases, frozen=True, kw_only=True)
-    made.__doc__ = command.__doc__
-    return made
-
-
-def _train_command() -> Any:
-    """``Train`` with a flag for every field of ``TrainConfig``."""
-    return _with_flags(Train, flags_of(TrainConfig, load_recipe(Train.recipe), GROUPS))
+    extended.__doc__ = command.__doc__
+    return extended
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,26 +73,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _mend_streams() -> None:
-    """Give closed standard streams (``>&-``) a place where nothing is kept: the next files that are
-    opened would get their numbers, and libraries write to these. Write what an encoding lacks as
-    escapes."""
+    """Open closed standard streams (``>&-``) on /dev/null. Otherwise the next file that is opened
+    gets the number of a standard stream, and libraries write to that number. Escape characters that
+    the encoding of a stream lacks."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream: Any = getattr(sys, name)
         if stream is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDWR)
             with contextlib.suppress(OSError):
-                os.fstat(number)  # another file has it already
-                number = nowhere
-            if number != nowhere:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+                os.fstat(number)  # another file has this number already
+                number = null
+            if number != null:
+                os.dup2(null, number)
+                os.close(null)
             setattr(sys, name, os.fdopen(number, "w" if name != "stdin" else "r"))
         elif number and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def run(words: list[str]) -> int:
-    """The command's exit code. Help, the version and unknown flags raise ``SystemExit``."""
+    """Run a command; return its exit code. Help, version and unknown flags raise ``SystemExit``."""
     if words[:1] == ["bench"]:  # the benchmark parses its own flags
         return _guarded(lambda: bench(words[1:]))
     if words == ["--version"]:
@@ -112,13 +107,13 @@ def _parse_and_run(words: list[str]) -> int:
         command: Any = tyro.cli(
             _commands(),
             prog="shardwise",
-            description="Sharded training with whole-matrix optimizers. --version: its version.",
+            description="Sharded training with whole-matrix optimizers (--version: the version).",
             args=_with_resume(words),
             console_outputs=_speaks(),
             config=(DisallowNone,),
         )
     except SystemExit as stopped:
-        if not stopped.code and _speaks():  # the help was asked for
+        if not stopped.code and _speaks():  # the user asked for help
             print(examples(words[0]))
         raise
     check_torch()
@@ -128,17 +123,21 @@ def _parse_and_run(words: list[str]) -> int:
 
 
 def _refuse_empty(words: list[str]) -> None:
-    """A variable that the shell does not know: ``--data "$TEXTS"`` would be all text of the current
-    folder, and ``--resume "$RUN"`` a new run. A prompt may be empty."""
+    """Refuse empty values, as of a shell variable that is not set. ``--data "$TEXTS"`` would read
+    all text of the current folder, and ``--resume "$RUN"`` begin a new run. A prompt may be empty.
+    """
     for before, word in zip(["shardwise", *words], words, strict=False):
         flag = word[:-1] if word.startswith("--") and word.endswith("=") else before
         if flag != "--prompt" and (not word or flag != before):
-            raise ValueError(f"{flag}: an empty word comes next (a variable that is not set?)")
+            raise ValueError(
+                f"the value after {flag} is empty (a shell variable that is not set?): give a value"
+            )
 
 
 def _commands() -> Any:
+    train = _with_flags(Train, flags_of(TrainConfig, load_recipe(Train.recipe), GROUPS))
     plans = _with_flags(PlanCommand, flags_of(TrainConfig, None, only=PLANNED))
-    kinds = {"train": _train_command(), "data": Data, "generate": Generate, "plan": plans}
+    kinds = {"train": train, "data": Data, "generate": Generate, "plan": plans}
     kinds |= {"report": Report, "verify": Verify, "export": Export, "bench": Bench}
     return Union[tuple(Annotated[kind, subcommand(name)] for name, kind in kinds.items())]  # noqa: UP007
 
@@ -149,21 +148,20 @@ def _speaks() -> bool:
 
 
 def _with_resume(words: list[str]) -> list[str]:
-    """``--resume`` alone means the newest checkpoint."""
-    done: list[str] = []
-    for position, word in enumerate(words):
-        done.append(word)
-        following = words[position + 1 : position + 2]
-        if word == "--resume" and (not following or following[0].startswith("-")):
-            done.append("latest")
-    return done
+    """The words with ``latest`` after a ``--resume`` that stands alone."""
+    completed: list[str] = []
+    for word, following in zip(words, [*words[1:], "-"], strict=False):
+        completed.append(word)
+        if word == "--resume" and following.startswith("-"):
+            completed.append("latest")
+    return completed
 
 
 # ------------------------------------------------------------------------------ the commands
 
 
 def train(command: Train, words: list[str]) -> int:
-    """On a rank: train. Elsewhere: start ranks with the same words."""
+    """Train, if this process is a rank. Otherwise start ranks with the same words."""
     if command.recipe_list:
         for name, recipe in RECIPES.items():
             size = recipe().model.num_parameters / 1e6
@@ -173,14 +171,16 @@ def train(command: Train, words: list[str]) -> int:
         if (count := getattr(command, name)) is not None and count < least:
             raise ValueError(f"--{name.replace('_', '-')} {count}: give {least} or more")
     if "RANK" not in os.environ and not command.dry_run:
-        # At once: the imports below take seconds.
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        gpus = not hidden and glob("/dev/nvidia[0-9]*")
-        ranks = "one rank on each GPU" if gpus else "2 ranks"
-        given_ranks = "one rank" if command.nproc == 1 else f"{command.nproc} ranks"
-        print(f"starting {ranks if command.nproc is None else given_ranks}", flush=True)
-    # Modules stay: to look for garbage among them takes a fifth of the time of their imports. Ranks
-    # look for garbage again once the model is built.
+        # Printed before the imports below, which take seconds.
+        if command.nproc is not None:
+            ranks = "one rank" if command.nproc == 1 else f"{command.nproc} ranks"
+        elif os.environ.get("CUDA_VISIBLE_DEVICES") != "" and glob("/dev/nvidia[0-9]*"):
+            ranks = "one rank on each GPU"
+        else:
+            ranks = "2 ranks"
+        print(f"starting {ranks}", flush=True)
+    # Modules are never garbage, and a collector that looks at them adds a fifth to the time of the
+    # imports. Ranks turn the collector on again once the model is built.
     gc.disable()
     from shardwise.train import session
     from shardwise.train.launcher import be_only_rank, default_ranks, launch
@@ -244,17 +244,17 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     if not 0 <= (command.rank or 0) < command.ranks:
         raise ValueError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
     if (command.sequences if command.dry_run else command.rank) is not None:
-        raise ValueError("--rank has an effect with --dry-run alone, --sequences without it alone")
+        raise ValueError("--rank needs --dry-run, and --sequences has no effect with --dry-run")
     model, recipe = _model_of(command.model)
     config = recipe or TrainConfig()
-    # Of a model that is no GPT the model itself tells whether experts can be spread.
     asked: dict[str, Any] = {"ep": config.ep, "tp": config.tp}
     asked |= given(command.configuration)
-    if "strategy" in asked:  # the recipe's replicas are those of its own
+    if "strategy" in asked:  # the recipe's replicas belong to the strategy of the recipe
         asked = {"replicas": None} | asked
+    # ep and tp are checked below: a TrainConfig knows the experts of a GPT only.
     ep, tp = asked.pop("ep"), asked.pop("tp")
     if tp < 1 or command.ranks % tp:
-        raise ValueError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
+        raise ValueError(f"--tp {tp} does not divide {command.ranks} ranks: give a divisor")
     config = dataclasses.replace(config, **asked, ep=1, tp=1)
     weights = "bf16" if config.precision == "auto" else config.precision
     options: dict[str, Any] = {
@@ -266,12 +266,12 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         "name": command.model,
     }
     shape = config.mesh_shape(command.ranks // tp) | ({"tp": tp} if tp > 1 else {})
-    # Of "auto" the trainer decides.
+    # The trainer decides what keep_weights="auto" means: plan as if it were "off".
     kept = config.placements if config.keep_weights == "on" else config.strategy
     if ep < 1 or (ep > 1 and not mixtures_of(model)):
         raise ValueError(
-            f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, and nothing "
-            f"where it has none"
+            f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, or leave it "
+            f"out if the model has no experts"
         )
     for layer in mixtures_of(model) if ep > 1 else ():
         layer.keep_share(ep)
@@ -279,10 +279,10 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         made = dry_run(model, shape, kept, rank=command.rank or 0, **options)
     else:
         batch = _batch_of(command, model, recipe and config, command.ranks // tp)
-        tokens = math.prod(batch) if batch else None
-        # Rows without values cannot be sent to other ranks.
-        followed = batch if ep == 1 else None
-        made = make_plan(model, shape, kept, tokens=tokens, batch=followed, **options)
+        options["tokens"] = math.prod(batch) if batch else None
+        # With ep, forward cannot be followed on meta tensors: the rows to send have no values.
+        options["batch"] = batch if ep == 1 else None
+        made = make_plan(model, shape, kept, **options)
     print(made.text(shard_map=True))
     if command.svg is not None:
         command.svg.write_text(map_canvas(made.shard_map).render(), encoding="utf-8")
@@ -291,8 +291,8 @@ def plan(command: PlanCommand, words: list[str]) -> int:
 
 
 def _batch_of(command: PlanCommand, model: Any, config: Any, ranks: int) -> tuple[int, int] | None:
-    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context;
-    ``ranks``: those with sequences of their own."""
+    """The sequences of a microbatch on one rank and the tokens of each; None if the model has no
+    context. ``ranks``: the number of ranks that read different sequences."""
     context = getattr(getattr(model, "config", None), "context", None)
     if context is None:
         return None
@@ -326,7 +326,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
                 made = begin_from(made, {})
             try:
                 made = with_vocabulary(made, vocabulary_of(made.data, made.tokenizer))
-            except DataError as error:  # not on this machine
+            except DataError as error:  # the data are not on this machine
                 size = made.model.vocab_size
                 logging.getLogger(__name__).warning("%s (planned with %d tokens)", error, size)
             return make_model(made), made
@@ -345,13 +345,13 @@ def generate(command: Generate, words: list[str]) -> int:
 
     if command.tokens < 0 or not 0 <= command.seed < 1 << 63:
         raise ValueError(
-            f"--tokens {command.tokens} --seed {command.seed}: give 0 or more, and a seed below "
-            f"2**63"
+            f"--tokens {command.tokens} --seed {command.seed}: give 0 or more tokens, and a seed "
+            f"from 0 to 2**63 - 1"
         )
     model, codec = open_model(command.path)
     if codec is None:
         raise ValueError(
-            f"{command.path} has no tokenizer: it was trained on tokens of an unknown one; put its "
+            f"{command.path} has no tokenizer, as it was trained on tokens of an unknown one: put "
             f"tokenizer.json beside the exported weights"
         )
     text = text_after(
@@ -375,9 +375,11 @@ def report(command: Report, words: list[str]) -> int:
         raise ValueError("shardwise report: name the folder of a run, or several to compare")
     several, out = len(command.runs) > 1, command.out or Path("comparison.html")
     if not several and command.out is not None:
-        raise ValueError(f"--out {out} is for several runs: one has its page in its folder")
+        raise ValueError(
+            f"--out {out} is for several runs: the page of one run is written to its folder"
+        )
     if several and (not out.parent.is_dir() or out.is_dir()):
-        raise ValueError(f"--out {out}: name a file, in a folder that is there")
+        raise ValueError(f"--out {out}: name a file, in a folder that exists")
     print(compare_runs(command.runs, out) if several else write_report(command.runs[0]))
     return 0
 
@@ -386,9 +388,9 @@ def verify(command: Verify, words: list[str]) -> int:
     from shardwise.checkpoint import verify as check
     from shardwise.train.folder import all_checkpoints
 
-    found = [check(path) for path in all_checkpoints(command.path)]
-    print(*found, sep="\n")
-    return 0 if all(one.ok for one in found) else 1
+    results = [check(path) for path in all_checkpoints(command.path)]
+    print(*results, sep="\n")
+    return 0 if all(result.ok for result in results) else 1
 
 
 def export(command: Export, words: list[str]) -> int:
@@ -415,26 +417,30 @@ def export(command: Export, words: list[str]) -> int:
 
 
 def bench(words: list[str]) -> int:
-    """``shardwise bench NAME ...`` is ``python -m benchmarks.NAME ...``."""
-    here = Path(__file__).resolve().parent
+    """``shardwise bench NAME ...`` runs ``python -m benchmarks.NAME ...``."""
+    package = Path(__file__).resolve().parent
     # A wheel holds the benchmarks inside the package (setup.py), a checkout beside it.
-    root = here / "_bench" if (here / "_bench").is_dir() else here.parent
-    known = {
+    root = package / "_bench" if (package / "_bench").is_dir() else package.parent
+    benchmarks = {
         path.stem.replace("_", "-"): path.read_text("utf-8")
         for path in sorted((root / "benchmarks").glob("*.py"))
         if "def main(" in path.read_text("utf-8")
     }
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
-        print("usage: shardwise bench NAME ... (NAME --help says what may follow)\n")
-        for each, text in known.items():
+        print("usage: shardwise bench NAME ... (NAME --help shows the flags of a benchmark)\n")
+        for benchmark, text in benchmarks.items():
             line = " ".join((ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].split())
-            line = re.sub("^``.*?``: ", "", line).replace("``", "")  # the command stands before it
-            print(f"  {each:20}{line[:1].upper()}{line[1:]}")
+            # The docstring begins with the command itself.
+            line = re.sub("^``.*?``: ", "", line).replace("``", "")
+            print(f"  {benchmark:20}{line[:1].upper()}{line[1:]}")
         print("\n" + examples("bench"))
         return 0
-    if name not in known:
-        raise ValueError(f"shardwise bench {name}: one of {', '.join(known)}")
+    if name not in benchmarks:
+        raise ValueError(
+            f"shardwise bench {name}: there is no such benchmark; name one of "
+            f"{', '.join(benchmarks)}"
+        )
     check_torch()
     sys.path.insert(0, str(root))
     importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(words[1:])
@@ -449,7 +455,7 @@ _COMMANDS |= {Export: export, Generate: generate}
 
 
 def _guarded(function: Any) -> int:
-    """The exit code; a user's mistake becomes one line, from one rank."""
+    """The exit code of ``function``. One rank prints a mistake of the user, as one line."""
     logging.basicConfig(
         format="%(levelname)s %(name)s: %(message)s",
         level=logging.WARNING if _speaks() else logging.ERROR,
@@ -458,7 +464,7 @@ def _guarded(function: Any) -> int:
         code = int(function())
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads, `| head` perhaps, has read enough
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
@@ -480,7 +486,7 @@ _FIXES = {
 
 
 def _words(error: Exception) -> str:
-    """One line for a person: the file before the reason, and what to do about it."""
+    """An error as one line. For an error of the system: the file, the reason, and the fix."""
     if not isinstance(error, OSError) or error.strerror is None:
         return " ".join(str(error).split())
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

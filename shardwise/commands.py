@@ -1,46 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands: the words of each command of ``shardwise``, as fields; tyro makes flags of them.
+"""Commands: the arguments of each ``shardwise`` command. tyro makes flags of the fields.
 
-Nothing here needs torch.
+This file needs no torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagConversionOff, FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from shardwise.train.recipes import RECIPES
 
 LoggerName = Literal["tensorboard", "wandb"]
 Switch = Annotated[bool, FlagCreatePairsOff]
-# The fields of a TrainConfig that a plan takes as flags.
+# The fields of a TrainConfig that `shardwise plan` takes as flags.
 PLANNED = ("strategy", "replicas", "ep", "tp", "optimizer", "precision", "microbatches")
 
-# What `shardwise COMMAND --help` ends with; "" is the help of shardwise itself.
+# The examples at the end of `shardwise COMMAND --help`; "" stands for `shardwise --help`.
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "": (
-        ("shardwise train", "a small GPT with Muon on two CPU ranks, a minute or two"),
-        ("shardwise plan gpt_1b --ranks 64 --memory 80GiB", "whether it fits, before you rent"),
-        ("shardwise train --help", "every flag, and more examples"),
+        ("shardwise train", "train a small GPT with Muon on two CPU ranks: a minute or two"),
+        ("shardwise plan gpt_1b --ranks 64 --memory 80GiB", "see whether a model fits 64 GPUs"),
+        ("shardwise train --help", "show every flag, and more examples"),
     ),
     "train": (
-        ("shardwise train smoke", "20 steps, to see that everything works"),
-        ("shardwise train --steps 50 --optimizer adamw", "the recipe default, changed"),
-        ("shardwise train gpt_124m --data tokens/ --dry-run", "the plan and the expected time"),
-        ("shardwise train --resume --nproc 4 --strategy hsdp", "go on, on other ranks"),
-        ("torchrun --nproc-per-node 8 -m shardwise.cli train gpt_1b", "with a launcher of yours"),
+        ("shardwise train smoke", "run 20 steps, to see that everything works"),
+        ("shardwise train --steps 50 --optimizer adamw", "the default recipe with other values"),
+        ("shardwise train gpt_124m --data tokens/ --dry-run", "show the plan and the time only"),
+        ("shardwise train --resume --nproc 4 --strategy hsdp", "resume the run on 4 ranks"),
+        ("torchrun --nproc-per-node 8 -m shardwise.cli train gpt_1b", "use your own launcher"),
     ),
     "data": (
         ('shardwise data "texts/*.txt" --out tokens/ --tokenizer bpe:32768', "learn a tokenizer"),
-        ("shardwise data corpus.jsonl --column body --out more.bin", "bytes as tokens"),
-        ("shardwise train gpt_124m --data tokens/:0.7,more.bin:0.3", "train on both"),
+        ("shardwise data corpus.jsonl --column body --out more.bin", "every byte is a token"),
+        ("shardwise train gpt_124m --data tokens/:0.7,more.bin:0.3", "train on a mixture"),
     ),
     "generate": (
-        ('shardwise generate runs/default --prompt "def "', "the newest checkpoint of a run"),
-        ("shardwise generate hub/ --temperature 0 --tokens 50", "the likeliest text"),
+        ('shardwise generate runs/default --prompt "def "', "use the newest checkpoint of a run"),
+        ("shardwise generate hub/ --temperature 0 --tokens 50", "take the most likely tokens"),
     ),
     "plan": (
         ("shardwise plan gpt_1b --ranks 64 --strategy hsdp --replicas 8", "bytes and collectives"),
@@ -53,118 +56,119 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("shardwise report runs/default runs/default-2 --out comparison.html", "compare runs"),
     ),
     "verify": (
-        ("shardwise verify runs/default", "the newest checkpoint"),
-        ("shardwise verify runs/default/checkpoints/step-000300", "this one"),
+        ("shardwise verify runs/default", "check every checkpoint of a run"),
+        ("shardwise verify runs/default/checkpoints/step-000300", "check one checkpoint"),
     ),
     "export": (
-        ("shardwise export runs/default hub/ --dtype bf16", "weights, config and tokenizer"),
-        ('shardwise generate hub/ --prompt "def "', "what was exported"),
+        ("shardwise export runs/default hub/ --dtype bf16", "write weights, config, tokenizer"),
+        ('shardwise generate hub/ --prompt "def "', "generate text with the exported model"),
     ),
     "bench": (
-        ("shardwise bench fsdp gloo fake", "beside DDP and FSDP2, on two cores"),
+        ("shardwise bench fsdp gloo fake", "compare with DDP and FSDP2, on two cores"),
         ("shardwise bench replicas", "what Muon sends, planned for 2 to 4096 replicas"),
-        ("shardwise bench muon --help", "the flags of one benchmark"),
+        ("shardwise bench muon --help", "show the flags of one benchmark"),
     ),
 }
 
 
 def examples(command: str) -> str:
-    """The examples of a command, as its help shows them; of all where there is none such."""
+    """The examples in the help of a command, or of ``shardwise`` for an unknown command."""
     lines = [f"  {words}\n      {note}" for words, note in EXAMPLES.get(command, EXAMPLES[""])]
     return "\n".join(["examples:", *lines])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model. Without torchrun, two ranks on this machine (or one per GPU) are started.
+    """Train a model. Without torchrun, this starts one rank per GPU, or two ranks on CPU.
 
-    A value that is not given comes from the recipe, or, with --resume, from the resumed run. Values
-    in parentheses are those of the recipe "default".
+    A flag that you leave out takes its value from the recipe or, with --resume, from the resumed
+    run. The help shows the values of the recipe "default" in parentheses.
     """
 
     recipe: Annotated[
         Positional[str], arg(help=f"{', '.join(RECIPES)}, or file.py:function.", metavar="RECIPE")
     ] = "default"
     recipe_list: Switch = False
-    """Print the recipes and leave."""
+    """Print the recipes and exit."""
     dry_run: Switch = False
-    """Print the configuration, the plan and the expected time, and leave."""
+    """Print the configuration, the plan and the expected time, and exit."""
     nproc: int | None = None
-    """Ranks to start on this machine (not under torchrun)."""
+    """Number of ranks to start on this machine (not under torchrun)."""
     out: str | None = None
-    """Folder of the run; default: runs/RECIPE, or the next free one."""
+    """Folder of the run. Default: runs/RECIPE, or the next free name."""
     resume: str | None = None
-    """latest (also when nothing follows), or the path of a checkpoint or a run."""
+    """The checkpoint or run to resume from. latest, or --resume alone: the newest checkpoint."""
     max_restarts: int = 0
-    """How often failed ranks are restarted, from the newest checkpoint (not under torchrun)."""
-    # Not --log, which torchrun's parser takes for an abbreviation of its own flags.
+    """How often to restart failed ranks from the newest checkpoint (not under torchrun)."""
+    # Not --log: torchrun's parser takes that for an abbreviation of one of its flags.
     loggers: tuple[LoggerName, ...] = ()
-    """More places to log to; events.jsonl is always written."""
+    """Loggers to use besides events.jsonl, which is always written."""
     configuration: Annotated[Any, arg(name="")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Make a token file of text, JSON lines (.jsonl, .jsonl.gz) and parquet files, on all cores.
+    """Turn text, JSON lines (.jsonl, .jsonl.gz) and parquet files into a token file, on all cores.
 
-    `shardwise train --data OUT` trains on it; it is mapped, so it may be larger than memory.
+    `shardwise train --data OUT` trains on it. The file is memory-mapped, so it may be larger than
+    memory.
     """
 
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE")]
-    """Files, directories, or "patterns"."""
+    """Files, directories, or quoted patterns such as "texts/*.txt"."""
     out: Path
-    """A file (.bin), or a directory for one."""
+    """A file (.bin) to write, or a directory to write tokens.bin to."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learned from the text), or a tokenizer.json or its directory."""
     column: str | None = None
-    """The key of JSON lines or the column of parquet files that holds the text; default: text."""
+    """The key of JSON lines, or the column of parquet files, that holds the text. Default: text."""
     workers: int | None = None
-    """Processes; default: one for each core."""
+    """Number of processes. Default: one per core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Let a model write, on this machine's first GPU or on CPU."""
+    """Generate text with a model, on this machine's first GPU or on CPU."""
 
     path: Positional[str]
     """A run, a checkpoint or an exported folder."""
     prompt: str = "def "
-    """The text to go on from."""
+    """The text to continue."""
     tokens: int = 200
-    """Tokens to write, at the most: the end of a document ends the text."""
+    """The largest number of tokens to generate. The end of a document ends the text earlier."""
     temperature: float = 0.8
-    """0 takes the likeliest token, 1 draws as the model says."""
+    """0 takes the most likely token, 1 draws from the probabilities of the model."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens."""
+    """Draw from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw from the fewest tokens whose chances sum to this."""
+    """Draw from the fewest tokens whose probabilities sum to this."""
     seed: int = 0
     """The same seed draws the same text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte.
+    """Show the bytes per rank, padding, collectives and Newton-Schulz work of one step.
 
-    A value that is not given comes from the recipe.
+    The numbers of bytes are exact. A flag that you leave out takes its value from the recipe.
     """
 
     model: Positional[str] = "default"
     """A recipe, a Hugging Face config.json (or its folder), or module:factory."""
     ranks: int = 8
-    """Ranks of the run, over all nodes."""
+    """Number of ranks of the run, over all nodes."""
     bucket_mb: float | None = None
-    """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
+    """Plan data_parallel (the whole model in buckets of this size) instead of fully_shard."""
     sequences: int | None = None
-    """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
+    """Sequences per microbatch on one rank, to plan activations. Default: the recipe's share."""
     memory: str | None = None
-    """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
+    """Memory of one rank, such as 80GiB: a plan that does not fit comes with suggestions."""
     dry_run: Switch = False
     """Run the model's own forward on meta tensors, as one rank."""
     rank: int | None = None
-    """Which rank --dry-run poses as; default: 0."""
+    """The rank that --dry-run takes the place of. Default: 0."""
     svg: Path | None = None
-    """Write the shard map there."""
+    """Write the shard map to this file."""
     configuration: Annotated[Any, arg(name="")] = None
 
 
@@ -173,9 +177,9 @@ class Report:
     """Draw report.html and loss.svg from a run's events.jsonl, or one page about several runs."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
-    """A run's folder, or several to compare."""
+    """The folder of a run, or several folders to compare."""
     out: Path | None = None
-    """The page about several runs; default: comparison.html."""
+    """The page that compares several runs. Default: comparison.html."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,7 @@ class Verify:
     """Check a checkpoint: manifest, sizes, every sha256, every tensor."""
 
     path: Positional[Path]
-    """A checkpoint, or a run's folder for all of its checkpoints."""
+    """A checkpoint, or the folder of a run, to check all of its checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +195,7 @@ class Export:
     """Write a checkpoint's weights as safetensors that transformers loads."""
 
     path: Positional[Path]
-    """A checkpoint, or a run's folder for its newest."""
+    """A checkpoint, or the folder of a run, to export its newest checkpoint."""
     out: Positional[Path]
     """A directory that does not exist yet."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -200,7 +204,67 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Run a benchmark; what follows its name goes to it (try --help there)."""
+    """Run a benchmark. The words after its name go to the benchmark (try --help there)."""
 
     name: Positional[str] = ""
     """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
+
+
+# ------------------------------------------------------------------------------ flags
+
+
+def flags_of(
+    kind: type,
+    default: Any,
+    groups: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
+) -> Any:
+    """A ``TypedDict`` of optional flags, one for each field of a dataclass.
+
+        TrainConfig.steps            --steps 300
+        TrainConfig.model.dim        --model.dim 512
+
+    Types and descriptions are those of the fields. A flag that is left out changes nothing.
+
+    Args:
+        default: the help shows the values of this object.
+        groups: group titles for the help, by the name of the first field of each group. The flags
+            of a group are in a ``TypedDict`` inside; the group is no prefix of their names.
+        only: the names of the fields that become flags; ``None``: all fields.
+    """
+    hints = get_type_hints(kind)
+    fields: dict[str, Any] = {}
+    current = fields  # receives the next flags: the last group that has begun
+    nested: dict[str, Any] = {}
+    grouped: dict[str, dict[str, Any]] = {}
+    for name in hints if only is None else only:
+        hint, value = hints[name], getattr(default, name, None)
+        if groups is not None and name in groups:
+            current = grouped[groups[name]] = {}
+        inner = next((i for i in (hint, *get_args(hint)) if dataclasses.is_dataclass(i)), None)
+        if inner is not None:  # a dataclass inside: --model.dim
+            nested[name] = flags_of(inner, value)  # type: ignore[arg-type]
+            continue
+        shown = arg(help_behavior_hint="" if value is None else f"({value})")
+        options = (shown, FlagConversionOff) if hint is bool else (shown,)
+        current[name] = Annotated[(hint, *options)]  # type: ignore[valid-type]
+    for title, flags in grouped.items():
+        fields[title] = Annotated[_typed_dict(kind, flags), OmitArgPrefixes, arg(help="")]
+    return _typed_dict(kind, fields | nested)
+
+
+def _typed_dict(kind: type, fields: dict[str, Any]) -> Any:
+    flags: Any = TypedDict(f"{kind.__name__}Flags", fields, total=False)  # type: ignore[misc, operator]
+    # tyro shows the docstring as plain text: without the marks of Sphinx.
+    flags.__doc__ = re.sub(r":\w+:`([^`]+)`|``([^`]+)``", r"\1\2", kind.__doc__ or "")
+    return flags
+
+
+def given(flags: Mapping[str, Any], groups: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The flags that the user gave, by field; a dictionary for a dataclass inside."""
+    titles = [] if groups is None else groups.values()
+    values = {name: value for name, value in flags.items() if name not in titles}
+    for title in titles:
+        values |= flags.get(title, {})
+    nested = {name: given(value) for name, value in values.items() if isinstance(value, Mapping)}
+    return {name: value for name, value in (values | nested).items() if value != {}}

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save under way, from the temporary directory to the rename, over any number of ranks.
+"""A save in progress, from the temporary directory to the rename, over any number of ranks.
 
     rank 0   tensors, fsync | done-00000.json | ... sees every done-* | .metadata, manifest | rename
     rank 1   tensors, fsync | done-00001.json | ............... waits for the rename ............. |
 
-The ranks meet in the directory itself. A collective would have to come from a background thread,
-beside those of the training on the main thread; a communicator of its own would keep them apart,
-but needs sockets or a second NCCL for something that happens once in minutes and whose data lie in
-a shared file system anyway. So there is no collective, and no rank can hang another.
+Ranks communicate through files in the directory. A collective from the background thread would mix
+with the collectives of training on the main thread. A second communicator would keep them apart,
+but it needs sockets or another NCCL, for an event every few minutes whose data are on a shared file
+system anyway. Without collectives, no rank can hang another.
 
-A rank that fails renames its ``writing-*`` to ``failed-*`` (which takes no space on a full disk),
-or the whole directory where it could not even make that file, and all others stop. The launcher or
-the timeout notices a rank that dies.
+A rank that fails renames its ``writing-*`` to ``failed-*`` (which takes no space on a full disk).
+If it could not even make that file, it renames the whole directory. The other ranks see this and
+stop. The launcher or the timeout notices a rank that dies.
 
-The name of a temporary directory says which process made it, so that no process removes the
-directory of a living one:
+The name of a temporary directory contains the process that made it. No process removes the
+directory of a process that still runs:
 
     step-000300.tmp-1a2b3c4d-4711-8812736-9f8e7d6c
                     machine  pid  start   this save
 
-``machine`` stands for host, boot and process namespace, in which a pid has a meaning. ``start``
-tells a process from a later one with the same pid.
+``machine`` is a hash of host, boot and process namespace: a pid is unique in these only. ``start``
+distinguishes a process from a later one with the same pid.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from shardwise.checkpoint.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-EXIT_SECONDS = 60.0  # how long a process that wants to end still waits for the other ranks
+EXIT_SECONDS = 60.0  # how long a rank waits for the others after its main thread has ended
 _LONGEST_PAUSE = 0.1
-_REASON_BYTES = 1024  # kept for the reason of a rank that fails, as the disk may be full then
-GIVEN_UP = "was given up by another rank"  # whose own error says why
+_REASON_BYTES = 1024  # reserved for the reason of a failure: the disk may be full by then
+GIVEN_UP = "was given up by another rank"  # the error of that rank has the reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A rank's view of a save that has begun."""
+    """A save in progress, as one rank sees it."""
 
-    folder: Path  # temporary
-    finals: Callable[[], Iterable[Path]]  # the names that the checkpoint may get, in order
+    folder: Path  # the temporary directory
+    finals: Callable[[], Iterable[Path]]  # names for the checkpoint: the first free one is taken
     rank: int
     world_size: int
     timeout: float
@@ -73,36 +73,34 @@ class Attempt:
             marker.write_bytes(b" " * _REASON_BYTES)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks: the reason is written before the name that they look for, so a
-        rank that sees the name can read it. ``begin`` has made room for it, on a full disk too."""
+        """Tell the other ranks that this rank failed. The reason is written before the file gets
+        the name that they look for, so they can always read the reason. ``begin`` has reserved the
+        space for it, in case the disk is full."""
         writing = self._marker("writing")
         with contextlib.suppress(OSError), writing.open("r+b", buffering=0) as file:
             file.write(f"{type(error).__name__}: {error}".encode())
         try:
             writing.replace(self._marker("failed"))
-        except OSError:  # no marker could be made: take the directory away from the others
+        except OSError:  # there is no marker: rename the directory away from the other ranks
             with contextlib.suppress(OSError):
                 os.rename(self.folder, temporary(self.folder, "trash"))
 
     def done(self, part: dict[str, Any]) -> None:
-        """Say that this rank's files are on the disk, and which."""
+        """Tell rank 0 that the files of this rank are on the disk. ``part`` lists them."""
         final = self._done(self.rank)
         with naming(final.with_suffix(".partial")) as partial:
             partial.write_text(json.dumps(part))
-        partial.replace(final)  # whole or not there
+        partial.replace(final)  # so that rank 0 never reads half of the file
 
     def parts(self) -> list[dict[str, Any]]:
-        """The parts of all ranks, once all are done (rank 0)."""
-        waiting: set[int] = set(range(self.world_size))
+        """Wait until all ranks are done; return their parts (rank 0)."""
+        ranks = range(self.world_size)
+        waiting = set(ranks)
         for names in self._watch(lambda: f"ranks {sorted(waiting)} to write their part"):
-            done = {rank for rank in waiting if self._done(rank).name in names}
-            waiting.difference_update(done)
+            waiting.difference_update([r for r in waiting if self._done(r).name in names])
             if not waiting:
-                break
-        if waiting:
-            raise SaveError(f"the save {self.identity} {GIVEN_UP}")
-        everyone = range(self.world_size)
-        return [json.loads(self._done(rank).read_text()) for rank in everyone]
+                return [json.loads(self._done(rank).read_text()) for rank in ranks]
+        raise SaveError(f"the save {self.identity} {GIVEN_UP}")
 
     def publish(self, write_manifest: Callable[[], None]) -> Path:
         """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync."""
@@ -118,18 +116,28 @@ class Attempt:
             try:
                 os.rename(self.folder, final)
             except OSError:
-                if is_taken(final):  # since a moment ago
+                if is_taken(final):  # another process was quicker
                     continue
                 raise
             sync_directory(final.parent)
             return final
-        raise SaveError(f"{next(iter(self.finals()))} is there already and is not overwritten")
+        raise SaveError(
+            f"{next(iter(self.finals()))} exists already and is not overwritten: remove it, or "
+            f"save to another place"
+        )
 
     def outcome(self) -> Path:
-        """The checkpoint's final place, once rank 0 has renamed it (the other ranks)."""
+        """Wait until rank 0 has renamed the directory; return its new path (the other ranks)."""
         for _ in self._watch(lambda: "rank 0 to finish the checkpoint"):
             pass
-        return self._published()
+        for final in self.finals():
+            with contextlib.suppress(CheckpointError):
+                if Manifest.read(final).identity == self.identity:
+                    return final
+        raise SaveError(
+            f"the save {self.identity} was given up: its directory is gone and no checkpoint "
+            f"was published; the error of rank 0 has the reason"
+        )
 
     # ------------------------------------------------------------------ watching the directory
 
@@ -149,19 +157,12 @@ class Attempt:
             if leaving is None and not threading.main_thread().is_alive():
                 leaving = now
             if now - began > self.timeout or (leaving and now - leaving > EXIT_SECONDS):
-                raise SaveError(f"waited {now - began:.0f} s in vain for {what()} ({self.folder})")
+                raise SaveError(
+                    f"waited {now - began:.0f} s in vain for {what()} ({self.folder}): see whether "
+                    f"that rank is alive, and whether all ranks see this folder"
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    def _published(self) -> Path:
-        for final in self.finals():
-            with contextlib.suppress(CheckpointError):
-                if Manifest.read(final).identity == self.identity:
-                    return final
-        raise SaveError(
-            f"the save {self.identity} was given up: its directory is gone and no checkpoint "
-            f"was published; rank 0 says why"
-        )
 
     def _reasons(self, failed: list[str]) -> str:
         reasons = []
@@ -190,19 +191,19 @@ def is_taken(path: Path) -> bool:
 _NAME = re.compile(
     r"(?P<final>.+)\.(?P<kind>tmp|trash)-(?P<process>[0-9a-f]{8}-\d+-\d+)-[0-9a-f]{8}"
 )
-# A save on another machine that has not touched its files for so long has ended.
+# A save on another machine that has not touched its files for this long has ended.
 ABANDONED_SECONDS = 24 * 3600.0
 
 
 def temporary(final: Path, kind: str = "tmp") -> Path:
-    """A new name beside ``final`` that says which process made it."""
+    """A new name beside ``final`` that contains this process."""
     process = f"{_machine()}-{os.getpid()}-{_start(os.getpid())}"
     return final.with_name(f"{final.name}.{kind}-{process}-{secrets.token_hex(4)}")
 
 
 @contextlib.contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when it is whole, and is removed if anything fails."""
+    """A temporary folder to fill. It is renamed to ``final`` at the end, or removed on an error."""
     folder = temporary(final)
     folder.mkdir(parents=True)
     try:
@@ -250,11 +251,11 @@ def _machine() -> str:
 def _start(process: int) -> int:
     """The start time of a process in ticks of the kernel, or 0 if it does not run.
 
-    Without /proc, 1 for a process that lives: a pid used again then counts as the first process.
+    Without /proc this is 1 for every running process, also for another one with the same pid.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
-        # The name in parentheses may hold anything; fields count from the last parenthesis.
+        # The name in parentheses may contain anything: count fields from the last parenthesis.
         fields = text[text.rindex(")") + 2 :].split()
         return 0 if fields[0] in ("Z", "X") else int(fields[19])
     except (OSError, ValueError, IndexError):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of checkpoints, by what to do next, and how all ranks raise the same one."""
+"""The errors of checkpoints: a class for each thing that a user can do next, raised by all ranks
+together."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """Bytes are missing, or are not those that shardwise wrote: use an older checkpoint."""
+    """Bytes are missing, or differ from those that shardwise wrote: use an older checkpoint."""
 
 
 class UnsafeError(DamagedError):
-    """A file asks for more than numbers: code to run, or a path outside. Never load it."""
+    """A file contains more than numbers: code to run, or a path outside. Never load it."""
 
 
 class MismatchError(CheckpointError):
-    """A sound checkpoint of another model or optimizer; nothing of it was loaded."""
+    """The checkpoint is of another model or optimizer; nothing was loaded."""
 
 
 class SaveError(RuntimeError):
@@ -35,22 +36,22 @@ _KINDS = {kind.__name__: kind for kind in (DamagedError, UnsafeError, MismatchEr
 
 
 def joint_error(kinds: set[str], text: str) -> Exception:
-    """The one error that all ranks raise when some of them raised errors of these classes.
+    """The error that all ranks raise when some of them raised errors of the classes ``kinds``.
 
-    Damage outweighs all else: what other ranks found in a damaged checkpoint says nothing about
-    the next older one.
+    If some ranks saw damage and others another problem, the error is a ``DamagedError``: the other
+    problem may come from the damage, and a load then tries the next older checkpoint.
     """
     [name, *others] = sorted(kinds)
     if not others:
-        known = _KINDS.get(name)
-        prefix = "" if known or name == "CheckpointError" else f"{name}: "
-        return (known or CheckpointError)(prefix + text)
+        kind = _KINDS.get(name)
+        prefix = "" if kind or name == "CheckpointError" else f"{name}: "
+        return (kind or CheckpointError)(prefix + text)
     damaged = kinds & {"DamagedError", "UnsafeError"}
     return DamagedError(text) if damaged else CheckpointError(text)
 
 
 def ranks_with_data() -> comm.Axis:
-    """The axis of all ranks; a ``CheckpointError`` if all but one are pretended."""
+    """The axis of all ranks; raises a ``CheckpointError`` with the fake backend of torch."""
     axis = agreement.all_ranks()
     if axis.pretends:
         raise CheckpointError(
@@ -61,14 +62,14 @@ def ranks_with_data() -> comm.Axis:
 
 
 def together(
-    work: Callable[[], T], axis: comm.Axis, *, facts: Callable[[T], Any] = lambda made: None
+    work: Callable[[], T], axis: comm.Axis, *, facts: Callable[[T], Any] = lambda result: None
 ) -> tuple[T, list[Any]]:
-    """``agreement.together``, raising the errors of this module."""
+    """Call ``agreement.together`` with the errors of this module."""
     return agreement.together(work, axis, facts=facts, error=joint_error)
 
 
 def shown(value: Any) -> str:
-    """A short text for a value from a file, made without walking through the value."""
+    """A short text for a value from a file. A container is not walked: it may be huge."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:80] + "...")
     if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 1e30):

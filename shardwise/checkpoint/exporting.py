@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's weights as safetensors files in the layout of the Hugging Face hub.
 
-    step-000300/            ->    model-00001-of-00003.safetensors    up to ``max_file_bytes`` each
-      pieces of tensors           model-00002-of-00003.safetensors    (a larger tensor has its own)
+    step-000300/            ->    model-00001-of-00003.safetensors    up to ``max_file_bytes`` each,
+      pieces of tensors           model-00002-of-00003.safetensors    or a single larger tensor
       of any number of ranks      model-00003-of-00003.safetensors
-                                  model.safetensors.index.json        which tensor is where
+                                  model.safetensors.index.json        the file of each tensor
                                   config.json
 
-One process, no process group. In memory at a time: the tensors of one file and one piece.
+This runs in one process, without a process group. It holds the tensors of one file and one piece
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import Tensor
 from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import write_file
+from shardwise.checkpoint.loading import Checkpoint, compare_bytes
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig
@@ -35,8 +36,8 @@ from shardwise.moe import convert_gate_up
 
 log = logging.getLogger(__name__)
 
-# From one tensor of the model to tensors of the format: a renaming, a split, a transposition. The
-# first call is with a meta tensor, for names and sizes.
+# Converts a tensor of the model to tensors of the format: a renaming, a split, a transposition. The
+# first call passes a meta tensor, for names and sizes.
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
@@ -54,31 +55,31 @@ def export(
     end_token: int | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write the model of a checkpoint to a new directory ``out``; returns the files.
+    """Write the model of a checkpoint to a new directory ``out``; return the files.
 
-    A checkpoint whose config describes its ``"model"`` (the fields of ``GPTConfig``) becomes what
-    ``transformers`` loads. For any other model pass ``convert``, which returns the tensors by name,
-    and ``config`` for ``config.json``; without them, names stay as they are. ``dtype`` converts
-    floating-point tensors; the default is the dtype that each parameter had before it was wrapped.
-    ``beside`` are more files, such as a tokenizer's, and ``end_token`` the token that ends a text.
-    Every byte is checked against its sha256 before it is used, and ``out`` appears whole or not at
-    all.
+    If the config of the checkpoint describes its ``"model"`` (the fields of ``GPTConfig``), the
+    directory can be loaded by ``transformers``. For any other model pass ``convert``, which returns
+    the tensors by name, and ``config`` for ``config.json``; without them, names stay as they are.
+    ``dtype`` converts floating-point tensors; the default is the dtype that each parameter had
+    before it was wrapped. ``beside`` are more files, such as those of a tokenizer, and
+    ``end_token`` is the token that ends a text. Every byte is checked against its sha256 before it
+    is used, and ``out`` gets its name when it is complete.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     if max_file_bytes < 1:
-        raise ValueError(f"export(max_file_bytes={max_file_bytes}): a file holds at least one byte")
+        raise ValueError(f"export(max_file_bytes={max_file_bytes}): give 1 or more")
     if is_taken(target):
-        raise CheckpointError(f"{target} is there already: remove it or choose another directory")
+        raise CheckpointError(f"{target} exists already: remove it or choose another directory")
     manifest = Manifest.read(source)
     compare_bytes(source, manifest)
     checkpoint = Checkpoint.open(source, manifest)
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype, end_token)
-    make = _Converter(checkpoint, convert, dtype)
-    files = _assign_files(make, max_file_bytes)
+    converter = _Converter(checkpoint, convert, dtype)
+    files = _assign_files(converter, max_file_bytes)
     more = {} if config is None else {"config.json": json.dumps(config, indent=2).encode()}
     with whole_folder(target) as folder:
-        names = _write(folder, make, files)
+        names = _write(folder, converter, files)
         for name, contents in (more | dict(beside or {})).items():
             write_file(folder / name, contents)
             names.append(name)
@@ -88,12 +89,12 @@ def export(
 def _as_gpt(
     checkpoint: Checkpoint, dtype: torch.dtype | None, end_token: int | None
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
-    """The conversion and the configuration of a ``GPT``, if the checkpoint is of one."""
+    """The conversion and the configuration of a ``GPT``, or None for a model of another kind."""
     path = checkpoint.path
     values = checkpoint.manifest.config or {}
     described = None if values.get("module") else values.get("model")
     if described is None:
-        log.warning("%s does not say what its model is: names stay as they are", path)
+        log.warning("%s does not describe its model: names stay as they are", path)
         return None, None
     try:
         model = GPTConfig(**described)
@@ -101,22 +102,27 @@ def _as_gpt(
         raise CheckpointError(
             f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
         ) from error
-    names = (key.removeprefix("model.") for key in checkpoint.index if key.startswith("model."))
-    stored = {_dtype_of(checkpoint, name) for name in names}
-    kind = dtype or max(stored, key=lambda found: found.itemsize)
+    if dtype is None:
+        dtypes = {_dtype_of(checkpoint, name) for name in _model_names(checkpoint)}
+        dtype = max(dtypes, key=lambda stored: stored.itemsize)
     try:
-        written = hf_config(model, dtype=dtype_name(kind), end_token=end_token)
+        config = hf_config(model, dtype=dtype_name(dtype), end_token=end_token)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     orders = checkpoint.values["extra_states"]
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
-        if order is not None:  # an expert's gate and up: stacked in the format
+        if order is not None:  # gate and up of an expert: the format has all gate rows first
             tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
         return hf_tensors(name, tensor, config=model)
 
-    return convert, written
+    return convert, config
+
+
+def _model_names(checkpoint: Checkpoint) -> list[str]:
+    keys = (key for key in checkpoint.index if key.startswith("model."))
+    return sorted(key.removeprefix("model.") for key in keys)
 
 
 class _Converter:
@@ -126,13 +132,12 @@ class _Converter:
         self, checkpoint: Checkpoint, convert: Convert | None, dtype: torch.dtype | None
     ) -> None:
         self._checkpoint, self._convert, self._dtype = checkpoint, convert, dtype
-        keys = [key for key in checkpoint.index if key.startswith("model.")]
-        every = sorted(key.removeprefix("model.") for key in keys)
+        names = _model_names(checkpoint)
         values = checkpoint.manifest.config or {}
-        # Without these, parameters of such names are somebody else's.
+        # Without lora_alpha in the config, parameters with these names are not LoRA's.
         rank = values.get("lora_rank") if "lora_alpha" in values else None
-        self.names = [name for name in every if not rank or not name.endswith(_LORA)]
-        self._products = {name for name in every if rank and name.endswith(_LORA[0])}
+        self.names = [name for name in names if not rank or not name.endswith(_LORA)]
+        self._products = {name for name in names if rank and name.endswith(_LORA[0])}
         self._scale = values["lora_alpha"] / rank if rank else 0.0
 
     def sketch(self, name: str) -> dict[str, Tensor]:
@@ -149,49 +154,50 @@ class _Converter:
         return self._apply(name, tensor)
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        made = {name: tensor} if self._convert is None else self._convert(name, tensor)
-        wanted = self._dtype or _dtype_of(self._checkpoint, name)
+        results = {name: tensor} if self._convert is None else self._convert(name, tensor)
+        dtype = self._dtype or _dtype_of(self._checkpoint, name)
         return {
-            # A bias of a router decides between close scores: it stays as it is.
-            key: _narrowed(key, value, wanted)
+            # The bias of a router decides between close scores: keep its dtype.
+            key: _narrowed(key, value, dtype)
             if value.is_floating_point() and not key.endswith("e_score_correction_bias")
             else value
-            for key, value in made.items()
+            for key, value in results.items()
         }
 
 
 def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in another dtype; raises where finite elements would become infinite."""
-    made = value.to(dtype)
-    if value.is_meta or dtype == value.dtype or not made.isinf().any():
-        return made
-    if (lost := made.isinf() & value.isfinite()).any():
-        largest, most = value[lost].abs().max().item(), torch.finfo(dtype).max
+    """``value`` in another dtype. Raises if finite elements would become infinite."""
+    narrow = value.to(dtype)
+    if value.is_meta or dtype == value.dtype or not narrow.isinf().any():
+        return narrow
+    lost = narrow.isinf() & value.isfinite()
+    if lost.any():
+        largest, limit = value[lost].abs().max().item(), torch.finfo(dtype).max
         raise CheckpointError(
             f"'{key}' has elements up to {largest:.4g}, and {dtype_name(dtype)} ends at "
-            f"{most:.4g}: {int(lost.sum())} of them would be infinite. Export in a wider dtype"
+            f"{limit:.4g}: {int(lost.sum())} of them would be infinite. Export in a wider dtype"
         )
-    return made
+    return narrow
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The dtype that a parameter had before it was wrapped; the stored one if none is noted."""
-    noted = checkpoint.values.get("dtypes", {})
-    if not isinstance(noted, dict):
+    """The dtype that a parameter had before it was wrapped, or the stored dtype if unknown."""
+    dtypes = checkpoint.values.get("dtypes", {})
+    if not isinstance(dtypes, dict):
         raise CheckpointError(
-            f"{checkpoint.path}: 'dtypes' of its state is a {type(noted).__name__}"
+            f"{checkpoint.path}: 'dtypes' of its state is a {type(dtypes).__name__}"
         )
-    known = noted.get(name)
-    return dtype_of(known, name) if known else checkpoint.index[model_key(name)].dtype
+    before = dtypes.get(name)
+    return dtype_of(before, name) if before else checkpoint.index[model_key(name)].dtype
 
 
-def _assign_files(make: _Converter, max_file_bytes: int) -> list[list[str]]:
+def _assign_files(converter: _Converter, max_file_bytes: int) -> list[list[str]]:
     """The names of the tensors of each file, in order."""
     files: list[list[str]] = []
     left = 0  # bytes that still fit into the last file
     seen: dict[str, str] = {}
-    for name in make.names:
-        results = make.sketch(name)
+    for name in converter.names:
+        results = converter.sketch(name)
         for key in results:
             if key in seen:
                 raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
@@ -207,7 +213,7 @@ def _assign_files(make: _Converter, max_file_bytes: int) -> list[list[str]]:
     return files
 
 
-def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
+def _write(folder: Path, converter: _Converter, files: list[list[str]]) -> list[str]:
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
@@ -217,9 +223,9 @@ def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
         name = "model.safetensors" if len(files) == 1 else name
         tensors: dict[str, Tensor] = {}
         for source in sources:
-            # Views are cloned: the format refuses tensors that share memory.
-            for key, value in make.read(source).items():
+            for key, value in converter.read(source).items():
                 whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+                # Clone views: the format refuses tensors that share memory.
                 tensors[key] = value if whole else value.contiguous().clone()
         save_file(tensors, folder / name, metadata={"format": "pt"})
         with open(folder / name, "rb") as file:

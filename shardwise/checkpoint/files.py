@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint: hashed while written, and read only if regular and of the listed size.
 
-    torch.save --> write(bytes) --+--> sha256, beside it
+    torch.save --> write(bytes) --+--> sha256
                                   +--> file --> flush, fsync, close --> File(name, size, sha256)
 
-There is one pass: no file is read again to be hashed.
+No file is read again for its hash.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
-_HEAD = 1 << 12  # bytes: more than an archive of torch has before its numbers
-_LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its start
+_HEAD = 1 << 12  # bytes: an archive of torch has fewer before its numbers
+_LARGE = 1 << 20  # bytes: a larger write is hashed in a second thread
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class File:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file to write to. ``record`` is set once the context has closed without an error."""
+    """A new file to write to. ``record`` is set when the context ends without an error."""
 
     record: File
 
@@ -48,8 +48,8 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
-        self.head = bytearray()  # the first bytes since somebody has emptied it
-        self._refused: OSError | None = None
+        self.head = bytearray()  # the first bytes written since a caller emptied it
+        self._write_error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
@@ -68,7 +68,7 @@ class HashedFile(io.RawIOBase):
                     hashing.join()
         except OSError as error:
             error.filename = str(self._path)
-            self._refused = error
+            self._write_error = error
             raise
         self._size += view.nbytes
         return view.nbytes
@@ -80,29 +80,29 @@ class HashedFile(io.RawIOBase):
         return True
 
     def flush(self) -> None:
-        """The context flushes once, at its end; torch.save would after every tensor."""
+        """Do nothing: torch.save flushes after every tensor, the context once, at its end."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:
             with contextlib.suppress(OSError):  # the first error is raised
                 self._file.close()
-            self._give_back()
-            if self._refused is not None and self._refused is not error:
+            self._remove()
+            if self._write_error is not None and self._write_error is not error:
                 # torch.save turns a full disk into an error about positions in its archive.
-                raise self._refused from error
+                raise self._write_error from error
             return
         try:
             with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        except OSError as refused:
-            refused.filename = str(self._path)
-            self._give_back()
+        except OSError as write_error:
+            write_error.filename = str(self._path)
+            self._remove()
             raise
         self.record = File(self._path.name, self._size, self._hash.hexdigest())
 
-    def _give_back(self) -> None:
-        """Remove half a file: the disk may be full, and others write there too."""
+    def _remove(self) -> None:
+        """Remove an incomplete file: the disk may be full, and other ranks write there too."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -116,7 +116,7 @@ def write_file(path: Path, data: bytes) -> File:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[Path]:
-    """Errors of the system that name no file, as those of open files, name this one."""
+    """Add the path to errors of the system that name no file, as those of open files do."""
     try:
         yield path
     except OSError as error:
@@ -125,7 +125,7 @@ def naming(path: Path) -> Iterator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable: created, renamed and removed ones."""
+    """Make changes of the names in a directory durable: files created, renamed and removed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -145,13 +145,11 @@ def check_name(name: Any, where: str) -> str:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """Open a file for reading; yield it and its size. Only regular files are opened or waited for.
-
-    An error while it is read is damage: the bytes can't be had.
-    """
+    """Open a regular file for reading; yield the file and its size. Other files, such as pipes, are
+    refused without waiting for them. A file that can't be read counts as damaged."""
     try:
         _check_regular(path, os.lstat(path))
-        # Not blocking, in case a pipe has replaced the file since.
+        # Non-blocking, in case a pipe has replaced the file since.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as stream:
             yield stream, _check_regular(path, os.fstat(descriptor))
@@ -172,7 +170,7 @@ def read_small(path: Path, limit: int) -> bytes:
     with open_regular(path) as (stream, size):
         data = stream.read(limit + 1) if size <= limit else b""
         if size > limit or len(data) > limit:
-            raise DamagedError(f"{path} is longer than the {limit} bytes that it may have")
+            raise DamagedError(f"{path} is longer than the limit of {limit} bytes")
         return data
 
 
@@ -192,7 +190,7 @@ def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
 def read_listed(folder: Path, file: File, limit: int) -> bytes:
     """The contents of a small file, checked against its sha256."""
     if file.size > limit:
-        raise DamagedError(f"{folder / file.name} is longer than the {limit} bytes it may have")
+        raise DamagedError(f"{folder / file.name} is longer than the limit of {limit} bytes")
     with open_listed(folder, file) as stream:
         data = stream.read(file.size + 1)
     if hashlib.sha256(data).hexdigest() != file.sha256:
@@ -209,10 +207,10 @@ def check_bytes(folder: Path, file: File) -> None:
 
 
 def check_size(folder: Path, file: File) -> None:
-    """Raise unless a file is there, regular and of the listed size; no byte is read."""
+    """Raise unless a file exists, is regular and has the listed size; no byte is read."""
     with open_listed(folder, file):
         pass
 
 
 def _not_as_written(folder: Path, file: File) -> str:
-    return f"{folder / file.name} is damaged: its sha256 is not that of the bytes that were written"
+    return f"{folder / file.name} is damaged: its sha256 differs from that of the bytes written"

@@ -2,11 +2,11 @@
 """The index of a checkpoint: which file holds which box of which tensor, and where.
 
     index.json    "model.up.weight": ["float32", [4, 3], [[rank, begin, offsets, sizes], ...]]
-    .metadata     the same for torch: its own DCP reads such a folder. Nothing here reads it, since
-                  it is a pickle, and a pickle runs whatever it says; the index has its sha256.
+    .metadata     the same for torch's DCP, which can read such a folder. shardwise never reads it:
+                  it is a pickle, and a pickle can run any code. The index has its sha256.
 
-``begin`` is where the numbers lie in the rank's file. They stand there inside of the archive that
-``torch.save`` writes, as in memory, so a load reads bytes and interprets nothing.
+``begin`` is the offset of the numbers in the rank's file. They are stored as in memory, inside the
+archive that ``torch.save`` writes, so a load reads bytes and interprets nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardwise.layout import Shape
 
 MAX_BYTES = 1 << 27
 MAX_DIMENSIONS = 64
-_NUMBERS = b"archive/data/0"  # as torch calls the first storage of an archive
+_NUMBERS = b"archive/data/0"  # torch's name for the first storage of an archive
 _TOO_MANY = 1 << 62  # elements or bytes
 _MAX_CUT_DIMENSIONS = 10
-_DCP_VERSION = "1.0.0"  # of the form in which ``for_torch`` writes
+_DCP_VERSION = "1.0.0"  # of the metadata that ``for_torch`` writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Chunk:
     offsets: Shape
     sizes: Shape
     dtype: torch.dtype
-    rank: int  # whose file it is
+    rank: int  # the box is in the file of this rank
     begin: int
-    archive: tuple[int, int] = (0, 0)  # where torch finds it: begin and length; known while saving
+    archive: tuple[int, int] = (0, 0)  # begin and length of the archive; known in a save only
 
     @property
     def file(self) -> str:
@@ -59,7 +59,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """One saved tensor: its shape, and chunks that tile it."""
+    """One saved tensor: its shape, its dtype, and the chunks that tile it."""
 
     shape: Shape
     dtype: torch.dtype
@@ -82,18 +82,20 @@ def tensor_file(rank: int) -> str:
 
 
 def numbers_in(head: bytes, data: Tensor) -> int:
-    """The place of a tensor's numbers in the archive that ``torch.save`` made of it, from its first
-    bytes. A header stands before the numbers; a name ends it, and how many bytes of padding follow
-    is written before the name."""
+    """The offset of a tensor's numbers in the archive that ``torch.save`` made of it.
+
+    ``head`` is the begin of the archive. The numbers follow a zip header, which ends with the
+    length of the padding (2 bytes), the name of the storage, and the padding.
+    """
     at = head.index(_NUMBERS)
     begin = at + len(_NUMBERS) + int.from_bytes(head[at - 2 : at], "little")
     first = data.reshape(-1).view(torch.uint8)[: max(0, len(head) - begin)]
-    assert head[begin : begin + len(first)] == first.numpy().tobytes(), "another form of archive"
+    assert head[begin : begin + len(first)] == first.numpy().tobytes(), "an unknown form of archive"
     return begin
 
 
 def dump(index: Mapping[str, Entry], metadata: File) -> bytes:
-    """The contents of ``index.json``; ``metadata``: the file for torch."""
+    """The contents of ``index.json``. ``metadata`` is the file for torch's DCP."""
     tensors = {
         key: [
             dtype_name(entry.dtype),
@@ -107,15 +109,15 @@ def dump(index: Mapping[str, Entry], metadata: File) -> bytes:
     if len(data) > MAX_BYTES:
         raise CheckpointError(
             f"the index of {sum(len(entry.chunks) for entry in index.values())} pieces has "
-            f"{len(data)} bytes, more than the {MAX_BYTES} that a load reads: save from "
-            f"fewer ranks, or cut parameters by rows"
+            f"{len(data)} bytes, and a load reads at most {MAX_BYTES}: save from fewer ranks, or "
+            f"cut parameters by rows"
         )
     return data
 
 
 def for_torch(index: Mapping[str, Entry]) -> bytes:
-    """The pickle that torch's own ``FileSystemReader`` reads."""
-    from torch.distributed.checkpoint import metadata as dcp  # a load does without
+    """The pickle that torch's ``FileSystemReader`` reads."""
+    from torch.distributed.checkpoint import metadata as dcp  # slow, and a load does not need it
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
@@ -165,7 +167,7 @@ def _entry(key: str, value: Any, sizes: Mapping[str, int]) -> Entry:
     for rank, begin, offsets, sides in described:
         chunk = Chunk(_shape(offsets), _shape(sides), dtype, _number(rank), _number(begin))
         if chunk.begin + chunk.num_bytes > sizes.get(chunk.file, -1):
-            raise ValueError(f"a piece of {shown(key)} lies behind the end of {chunk.file}")
+            raise ValueError(f"a piece of {shown(key)} lies beyond the end of {chunk.file}")
         chunks.append(chunk)
     entry = Entry(_shape(shape), dtype, tuple(chunks))
     if (problem := entry.problem()) is not None:
@@ -175,13 +177,13 @@ def _entry(key: str, value: Any, sizes: Mapping[str, int]) -> Entry:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _TOO_MANY:
-        raise TypeError(f"{shown(value)} where a size stands")
+        raise TypeError(f"{shown(value)} in the place of a size")
     return value
 
 
 def _shape(value: Any) -> Shape:
     if type(value) is not list or len(value) > MAX_DIMENSIONS:
-        raise TypeError(f"{shown(value)} where a shape stands")
+        raise TypeError(f"{shown(value)} in the place of a shape")
     shape = tuple(_number(size) for size in value)
     if math.prod(size or 1 for size in shape) >= _TOO_MANY:
         raise TypeError(f"{list(shape)} is the shape of no tensor")
@@ -195,11 +197,12 @@ def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None
     """The reason why boxes do not cover a tensor exactly once, or None.
 
     The boxes must have as many elements as the tensor, none outside, none in two boxes. The last
-    is decided by corners, in time linear in the number of boxes: a corner counts + where it is the
-    high end of its box in an even number of dimensions, else -. Running totals of these sums along
-    all dimensions say how often each element is covered, so they must be the whole tensor's.
+    check uses corners, in time linear in the number of boxes. A corner counts +1 if it is the high
+    end of its box in an even number of dimensions, else -1. The running totals of these numbers
+    along all dimensions are how often each element is covered. So the corners of the boxes must add
+    up to the corners of the whole tensor.
 
-        +-----+-----+         inner corners cancel: + and - of neighbours
+        +-----+-----+         inner corners cancel: +1 and -1 of neighbours
         |     |     |
         +-----+-----+
     """
@@ -220,8 +223,8 @@ def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None
     for sign, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
         ends = (((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut)
         for corner in itertools.product(*ends):
-            # A text comes first, whose hash differs in every process: tuples of numbers alone could
-            # be chosen to have equal hashes, so that each is compared with all others.
+            # The hash of a text differs in every process. A hostile file could choose tuples of
+            # numbers alone so that their hashes are equal, and each would be compared with all.
             key = ("corner", *(place for place, _ in corner))
             sums[key] = sums.get(key, 0) + sign * math.prod(low for _, low in corner)
     odd = [key[1:] for key, total in sums.items() if total]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest, written last: a directory with a valid manifest is a whole checkpoint.
+"""The manifest, written last: a directory with a valid manifest is a complete checkpoint.
 
     step-000300/
       __0_0.distcp  __1_0.distcp    tensors, one file per rank, in torch DCP's format
-      index.json                    where every piece of every tensor is
-      .metadata                     the same for torch's DCP; never read here
+      index.json                    file and offset of every piece of every tensor
+      .metadata                     the same for torch's DCP; shardwise never reads it
       state.json                    optimizer groups, tied names, other values of the model
       rank-00000.json ...           random states and extra of each rank
-      manifest.json                 names, sizes, sha256 of all of the above; what wrote them
+      manifest.json                 names, sizes and sha256 of all these files; the run, versions
 
-The manifest holds the sha256 of its own contents: if it is cut off or has a changed byte, it is not
-valid, and a directory without a valid manifest is no checkpoint.
+The manifest holds the sha256 of its own contents, so a cut or changed manifest is not valid. A
+directory without a valid manifest is no checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -63,7 +62,7 @@ class Manifest:
 
     identity: str  # the name of this save's temporary directory
     step: int | None
-    sequence: int  # number of the save in its folder; counts on after a resume
+    sequence: int  # number of the save in its folder; a resumed run continues the count
     world_size: int
     num_tensors: int
     placements: list[str]
@@ -100,18 +99,18 @@ class Manifest:
         except FileNotFoundError:
             raise CheckpointError(_nothing_there(folder)) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            found = content.get("format") if isinstance(content, dict) else content
+            other = content.get("format") if isinstance(content, dict) else content
             raise DamagedError(
-                f"{path} has the format {shown(found)}, and '{FORMAT}' can be read: load it with "
-                f"the version that wrote it, or its tensors with torch.distributed.checkpoint"
+                f"{path} has the format {shown(other)}, and only '{FORMAT}' can be read: load it "
+                f"with the version that wrote it, or its tensors with torch.distributed.checkpoint"
             )
         body = content.get("body")
         if not isinstance(body, dict) or _digest(body) != content.get("sha256"):
-            raise DamagedError(f"{path} is damaged: its sha256 is not that of what was written")
+            raise DamagedError(f"{path} is damaged: its contents differ from its sha256")
         return _from_body(body, path)
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise unless every file is there with its size (no byte is read)."""
+        """Raise unless every file exists and has its size; no byte is read."""
         for file in self.files:
             check_size(folder, file)
 
@@ -125,11 +124,11 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        ours = version("shardwise")
+        shardwise = version("shardwise")
     except PackageNotFoundError:
-        ours = "unknown"  # run from a folder that was never installed
+        shardwise = "unknown"  # run from a folder that was never installed
     return {
-        "shardwise": ours,
+        "shardwise": shardwise,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "numpy": str(numpy.__version__),
@@ -146,29 +145,26 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _from_body(body: dict[str, Any], path: Path) -> Manifest:
-    """The manifest in a body whose sha256 holds. A hash does not say who wrote it: check types."""
+    """The manifest in a body with a correct sha256. Anyone can write such a body: check types."""
     fields = {item.name for item in dataclasses.fields(Manifest)}
     if body.keys() != fields:
-        odd = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
-        raise DamagedError(f"{path} lacks a field of a manifest, or has others: {odd}")
+        different = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
+        raise DamagedError(f"{path} lacks fields of a manifest, or has others: {different}")
     for name in _VALUES:
         body[name] = decode(body[name], str(path))
-    for name, sound in _SOUND.items():
-        if not sound(body[name]):
+    for name, is_valid in _IS_VALID.items():
+        if not is_valid(body[name]):
             raise DamagedError(f"{path}: '{name}' is {shown(body[name])}, which no save writes")
     for file in body["files"]:
         check_name(file["name"], str(path))
     files = tuple(File(**file) for file in body["files"])
     names = {file.name for file in files}
-    # First the number: a billion ranks would make a set of a billion names.
-    needed = len(names) == len(files) > body["world_size"] and {
-        *(INDEX, METADATA, STATE),
-        *map(rank_file, range(body["world_size"])),
-    }
-    if not needed or not needed <= names:
-        raise DamagedError(
-            f"{path} is no manifest of a whole checkpoint: files are missing from it"
-        )
+    # The numbers are compared first: a billion ranks would make a set of a billion names.
+    complete = len(names) == len(files) > body["world_size"]
+    if not complete or not names.issuperset(
+        (INDEX, METADATA, STATE, *map(rank_file, range(body["world_size"])))
+    ):
+        raise DamagedError(f"{path} does not list all files of a checkpoint")
     return Manifest(**{**body, "files": files})
 
 
@@ -182,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """Whether a value describes a file; ``check_name`` looks at its name."""
+    """Whether a value describes a file; ``check_name`` checks its name."""
     return (
         type(value) is dict
         and value.keys() == {"name", "size", "sha256"}
@@ -191,7 +187,7 @@ def _is_file(value: Any) -> bool:
     )
 
 
-_SOUND: dict[str, Callable[[Any], bool]] = {
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
     "identity": lambda value: type(value) is str,
     "step": lambda value: value is None or _is_count(value),
     "sequence": _is_count,
@@ -211,12 +207,10 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 def _nothing_there(folder: Path) -> str:
     if not folder.is_dir():
         return f"there is no checkpoint at {folder}: no such directory"
-    inner = sorted(path.name for path in folder.glob(f"*/{NAME}") for path in [path.parent])
+    inner = sorted(path.parent for path in folder.glob(f"*/{NAME}"))
     if inner:
-        return (
-            f"{folder} is a folder of checkpoints, not one: pass {os.path.join(folder, inner[-1])}"
-        )
+        return f"{folder} is a folder of checkpoints: pass one of them, such as {inner[-1]}"
     return (
-        f"there is no checkpoint at {folder}: it has no {NAME}, which is written last: "
-        f"the save was never finished"
+        f"there is no checkpoint at {folder}: it has no {NAME}, which is written last, so the save "
+        f"was never finished"
     )

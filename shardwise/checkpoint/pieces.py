@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces: the boxes of tensors that a rank holds, which of them it writes, and their host copies.
 
-DCP's own planner gathers every rank's list of boxes on one rank, removes duplicates and scatters
-the rest. Here each rank knows from the layout which boxes it holds and which ranks hold the same
-ones, so all ranks come to the same division with no message:
+DCP's planner gathers the boxes of all ranks on one rank, removes duplicates and scatters the rest.
+shardwise knows from the layout which boxes a rank holds and which ranks hold the same boxes. So
+all ranks compute the same division, without a message:
 
     hsdp, 2 x 2 ranks        rank 0   rank 1   rank 2   rank 3
     holds                    A B C    D E F    A B C    D E F      A, D... boxes of tensors
     replicas of its boxes    0, 2     1, 3     0, 2     1, 3
-    writes                   A C      D F      B        E          largest first, to who has least
+    writes                   A C      D F      B        E          the largest box first, to the
+                                                                   replica with the fewest bytes
 
-Experts are stored each under its number over all ranks, whatever layout and ranks hold them:
+Each expert is stored under its number over all ranks, in any layout and on any number of ranks:
 
     rank 0   fc1.weight [2, out, in]   experts 0, 1         stored   fc1.weight0   [out, in]
     rank 1   fc1.weight [2, out, in]   experts 2, 3    <-->          fc1.weight1
                                                                      fc1.weight2   any layout, any
     or       fc1.weight0, .weight1, ...                              fc1.weight3   number of ranks
 
-Optimizer states follow their parameters; a count beside them is stored with every expert. The order
-of gate and up is recorded, and a load into another order permutes rows.
+Optimizer states are stored like their parameters, and a step count with every expert. The order of
+gate and up is stored too, and a load into another order permutes rows.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def local_pieces(key: str, tensor: Tensor) -> list[Piece]:
         ]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
-            return []  # a tensor of other ranks
+            return []  # this rank is not on the mesh of the tensor
         [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         data = tensor.to_local().detach()
         return [Piece(key, shape, tuple(chunk.offsets), data)] if data.numel() else []
@@ -83,8 +84,8 @@ def pieces_to_write(
 
     Args:
         first_only: keys that only rank 0 writes: tensors that may differ between ranks.
-        on_every_rank: keys of plain tensors that every rank writes: they are stored under other
-            names on other ranks.
+        on_every_rank: keys of plain tensors that every rank writes, because they have other names
+            in the checkpoint on other ranks.
     """
 
     def replicas(key: str, tensor: Tensor) -> tuple[int, ...]:
@@ -101,18 +102,18 @@ def pieces_to_write(
             offers.append((-sum(piece.data.nbytes for piece in pieces), key, holders, pieces))
     written: list[Piece] = []
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of (bytes, rank)
-    # Ranks with the same replicas see the same tensors of the same sizes, and choose alike.
+    # Ranks with the same replicas have the same tensors of the same sizes: all choose the same.
     for negative_size, _, holders, pieces in sorted(offers, key=lambda offer: offer[:2]):
         heap = loads.setdefault(holders, [(0, holder) for holder in holders])
         load, writer = heap[0]
-        heapq.heapreplace(heap, (load + 1 - negative_size, writer))  # 1: empty ones count too
+        heapq.heapreplace(heap, (load + 1 - negative_size, writer))  # 1: for empty tensors
         if writer == rank:
             written += pieces
     return written
 
 
 def replicas_of(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same boxes of a tensor as this one, itself included."""
+    """The ranks that hold the same boxes of a tensor as this rank, this rank included."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -131,18 +132,17 @@ def replicas_of(tensor: DTensor) -> tuple[int, ...]:
 class Staging:
     """Host memory from which a background save writes while training changes the tensors.
 
-    device   | weight | exp_avg | ...           one copy each, then training goes on
+    device   | weight | exp_avg | ...           copied once, then training continues
     host     |weight|exp_avg|..... one block, kept from save to save .....|
                 ^ a tensor whose storage is exactly its bytes: torch.save writes whole storages
     """
 
     def __init__(self) -> None:
-        # As large as the largest save so far.
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # grows to the largest save
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces with their data in host memory. The copies are complete on return."""
+        """Copy the pieces to host memory. The copies are complete on return."""
         begins, end = [], 0
         for piece in pieces:
             begins.append(end)
@@ -173,10 +173,10 @@ def on_host(data: Tensor) -> Tensor:
 
 
 def _own_storage(memory: Tensor, like: Tensor) -> Tensor:
-    """Bytes of a larger block as a tensor with a storage of its own, in the same memory."""
+    """Bytes of a larger block as a tensor whose storage is these bytes alone; no copy."""
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    # By way of numpy: a view made by torch would share, and save, the whole block's storage.
+    # Through numpy: a view made by torch would share, and save, the storage of the whole block.
     return torch.from_numpy(memory.numpy()).view(like.dtype).view(like.shape)
 
 
@@ -185,13 +185,13 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Stack:
-    """The stored tensors of a parameter of this rank, or of a state beside one: one per expert."""
+    """The stored tensors, one per expert, of a parameter of this rank or of a state of it."""
 
-    here: tuple[str, ...]  # names, in order; one where every expert has a parameter of its own
+    here: tuple[str, ...]  # names of this rank's experts; a single name if not ``grouped``
     everywhere: tuple[str, ...]  # names of the experts of all ranks
     grouped: bool  # whether dimension 0 counts experts
     order: str | None = None  # name of the extra state that holds the order of gate and up
-    block: int = 0  # their order on this rank
+    block: int = 0  # the order of gate and up on this rank
 
     def renamed(self, rename: Rename) -> Stack:
         here, everywhere = map(rename, self.here), map(rename, self.everywhere)
@@ -203,25 +203,25 @@ class Stack:
         return len(self.everywhere) > len(self.here)
 
     def state(self, key: str, keys: Iterable[str]) -> tuple[Stack, str]:
-        """The stack of one of the states ``keys`` of this parameter, and its key beside the
-        parameter of each expert. A state of one expert has the expert's number in its key, as
-        optimizers of whole matrices give it: ``left.3`` is ``left`` of the fourth."""
+        """The stack of the state ``key`` of this parameter, and the key of the state of a stored
+        expert. ``keys`` are those of all states of the parameter. Optimizers of whole matrices have
+        a state for each expert, with the number of the matrix in the key: ``left.3``."""
         base, _, number = key.rpartition(".")
-        alike = sum(other.rpartition(".")[0] == base for other in keys)
-        if not self.grouped or not base or not number.isdigit() or alike % len(self.here):
+        num_states = sum(other.rpartition(".")[0] == base for other in keys)
+        if not self.grouped or not base or not number.isdigit() or num_states % len(self.here):
             return self, key
-        count = alike // len(self.here)  # matrices of one expert
-        expert, matrix = divmod(int(number), count)
-        alone = replace(
+        num_matrices = num_states // len(self.here)  # of one expert
+        expert, matrix = divmod(int(number), num_matrices)
+        stack = replace(
             self,
             here=self.here[expert : expert + 1],
             everywhere=self.everywhere[expert :: len(self.here)],
             grouped=False,
         )
-        return alone, base if count == 1 else f"{base}.{matrix}"
+        return stack, base if num_matrices == 1 else f"{base}.{matrix}"
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The shape of one expert's tensor; a count has no dimension to take away."""
+        """The shape of one expert's tensor. A step count has no dimension of experts."""
         return shape[1:] if self.grouped and shape else shape
 
     def live_shape(self, stored: Shape) -> Shape:
@@ -235,14 +235,15 @@ class Stack:
         if not data.dim():
             return [Piece(name, shape, (), data) for name in self.here]
         names = self.here[offsets[0] : offsets[0] + len(data)]
-        return [Piece(key, shape, offsets[1:], one) for key, one in zip(names, data, strict=True)]
+        experts = zip(names, data, strict=True)
+        return [Piece(name, shape, offsets[1:], expert) for name, expert in experts]
 
     def reorders(self, extra_states: Mapping[str, Any]) -> bool:
         """Whether a checkpoint holds gate and up in another order."""
         return self.order is not None and self._stored_block(extra_states) != self.block
 
     def stored_rows(self, num_rows: int, extra_states: Mapping[str, Any]) -> Tensor | None:
-        """The row in the checkpoint of each row here; None where all are the same."""
+        """For each row of the live tensor the row in the checkpoint; None if all are equal."""
         if not self.reorders(extra_states):
             return None
         stored = self._stored_block(extra_states)
@@ -262,21 +263,21 @@ class Stack:
 
 def stacks_of(model: nn.Module, clean: Rename) -> dict[str, Stack]:
     """The stacks of all expert parameters of a model, by name of the parameter."""
-    found: dict[str, Stack] = {}
+    stacks: dict[str, Stack] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, GroupedLinear):
             continue
         prefix = clean(f"{path}.") if path else ""
-        gated = isinstance(module, GateUpLinear)
-        order = f"{prefix}_extra_state" if gated else None
-        block = module.gate_up_block if isinstance(module, GateUpLinear) else 0
+        order, block = None, 0
+        if isinstance(module, GateUpLinear):
+            order, block = f"{prefix}_extra_state", module.gate_up_block
         for name, layout in module.layouts.items():
-            everywhere = indexed_keys(prefix, name, module.total_experts)
-            here = indexed_keys(prefix, name, module.num_experts, module.first_expert)
+            everywhere = tuple(indexed_keys(prefix, name, module.total_experts))
+            here = tuple(indexed_keys(prefix, name, module.num_experts, module.first_expert))
             if layout == "grouped":
-                found[f"{prefix}{name}"] = Stack(tuple(here), tuple(everywhere), True, order, block)
+                stacks[f"{prefix}{name}"] = Stack(here, everywhere, True, order, block)
                 continue
             for index, stored in enumerate(here):
-                alike = tuple(everywhere[index :: module.num_experts])
-                found[f"{prefix}{name}{index}"] = Stack((stored,), alike, False, order, block)
-    return found
+                same_index = everywhere[index :: module.num_experts]  # of all ranks
+                stacks[f"{prefix}{name}{index}"] = Stack((stored,), same_index, False, order, block)
+    return stacks

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: what a rank puts into a checkpoint, and ``save`` for a single one.
+"""Saving: the part of a checkpoint that a rank writes, and ``save`` for a single checkpoint.
 
-    snapshot   the tensors this rank writes, by arithmetic; values; random states   main thread
-    agree      one small object per rank: the same step, the same tensors, problems  main thread
-    write      one file of tensors per rank, hashed on the way                       anywhere
-    publish    rank 0 joins the parts into the index and writes the manifest         anywhere
+    snapshot   the tensors that this rank writes; values; random states              main thread
+    agree      a small object per rank: the same step, the same tensors, problems    main thread
+    write      a file of tensors per rank, hashed while it is written                any thread
+    publish    rank 0 joins the parts into the index and writes the manifest         any thread
 
-A save makes one object collective, whatever the number of tensors, and none off the main thread;
-``save`` makes a second one at its end.
+A save issues a single object collective, for any number of tensors, on the main thread. ``save``
+issues another at its end.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ def save(
     config: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Write one checkpoint to ``path``; on return it is whole and on the disk (collective).
+    """Write a checkpoint to ``path``; on return it is complete and on the disk (collective).
 
-    It holds the tensors of the model and of the optimizer, the random states of every rank,
-    ``extra`` (what JSON can hold: step, scheduler, data position; every rank's own) and ``config``
-    (for the manifest). Any number of ranks, or no process group. An existing checkpoint is not
-    overwritten. ``Store`` saves in the background, keeps the last few and finds the newest.
+    The checkpoint has the tensors of the model and of the optimizer, the random states and the
+    ``extra`` of every rank (anything that JSON can hold: step, scheduler, data position), and
+    ``config`` in its manifest. It works with any number of ranks, or without a process group. An
+    existing checkpoint is not overwritten. ``Store`` saves in the background, keeps the last few
+    checkpoints and finds the newest.
     """
     final = Path(os.path.abspath(path))
     ranks = ranks_with_data()
@@ -87,19 +88,19 @@ def save(
     try:
         write_and_publish(attempt, snapshot, sequence=lambda: 1, step=None)
     except SaveError:
-        if ranks.size == 1:  # else others may still be writing; the next save here removes it
+        if ranks.size == 1:  # else other ranks may still write; the next save to path removes it
             shutil.rmtree(attempt.folder, ignore_errors=True)
         raise
-    comm.agree(None, ranks)  # rank 0 may move the checkpoint once every rank has seen it
+    comm.agree(None, ranks)  # the caller may move the checkpoint once every rank has seen it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The data that one rank writes, and the facts that rank 0 writes for all ranks."""
+    """The data that one rank writes, and the values that rank 0 writes for all ranks."""
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
-    alike: dict[str, int]  # checksums of what every rank has and one writes: ranks may differ
+    alike: dict[str, int]  # checksums of values that every rank has and only one rank writes
     writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
@@ -109,7 +110,7 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """Equal on ranks that save the same tensors."""
+        """A hash of the keys: equal on ranks that save the same tensors."""
         return hashlib.sha256("\n".join(sorted(self.keys)).encode()).hexdigest()
 
     @property
@@ -124,7 +125,7 @@ def take_snapshot(
     extra: Mapping[str, Any] | None,
     config: Mapping[str, Any] | None,
 ) -> Snapshot:
-    """Views of the live tensors and copies of all other values; raises all problems at once."""
+    """Views of the live tensors, and copies of all other values. Raises all problems at once."""
     state = model_state(model)
     groups = add_optimizer(state, optimizer) if optimizer is not None else None
     values = json_state(state, groups)
@@ -174,12 +175,12 @@ def begin(
     folder = temporary(final)
 
     def work() -> Snapshot:
-        made = snapshot()
+        result = snapshot()
         if ranks.rank == 0:
             if list(finals()) == [final] and final.exists() and any(final.iterdir()):
                 raise CheckpointError(
-                    f"{final} is there already, and a checkpoint is never overwritten: remove "
-                    f"it, or choose another (shardwise.checkpoint.Store makes one for each step)"
+                    f"{final} exists already, and a checkpoint is never overwritten: remove it, or "
+                    f"choose another path (shardwise.checkpoint.Store makes one for each step)"
                 )
             for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
                 if is_abandoned(leftover):
@@ -188,25 +189,21 @@ def begin(
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise SaveError(f"{folder} can't be made: {error.strerror}") from error
-        return made
+        return result
+
+    def facts(taken: Snapshot) -> Any:
+        return (str(folder), str(final), step, taken.digest, taken.alike), taken.writes
 
     try:
-        taken, told = together(
-            work,
-            ranks,
-            facts=lambda made: (
-                (str(folder), str(final), step, made.digest, made.alike),
-                made.writes,
-            ),
-        )
-        everyone = [place for place, _ in told]
-        _check_agreement(everyone)
-        refuse_other_writes([writes for _, writes in told])
+        taken, of_ranks = together(work, ranks, facts=facts)
+        _check_agreement([saved for saved, _ in of_ranks])
+        refuse_other_writes([writes for _, writes in of_ranks])
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    (agreed_folder, *_), _ = of_ranks[0]
     attempt = Attempt(
-        folder=Path(everyone[0][0]),
+        folder=Path(agreed_folder),
         finals=finals,
         rank=ranks.rank,
         world_size=ranks.size,
@@ -223,38 +220,45 @@ def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
 
 
 def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, int]:
-    """Checksums of plain tensors of model and optimizer, of copies of weights and of what
-    ``state.json`` holds; the texts of objects name places in memory."""
-    plain = {key: one for key, one in state.tensors.items() if not isinstance(one, DTensor)}
+    """Checksums of plain tensors, of replicas of weights, and of the values in ``state.json``
+    except the texts of objects, which contain addresses in memory."""
     spread = {key for key, stack in state.members.items() if stack.spread}
-    sums = {key: checksum(one) for key, one in plain.items() if key not in spread}
+    sums = {
+        key: checksum(tensor)
+        for key, tensor in state.tensors.items()
+        if not isinstance(tensor, DTensor) and key not in spread
+    }
     values = {"extra states of modules": state.extra_states}
     if optimizer is not None:
         options = [group["options"] for group in optimizer["groups"]]
         values["options and counts of the optimizer"] = {"": (options, optimizer["scalars"])}
     sums |= {name: zlib.crc32(to_bytes(value, name)) for name, value in values.items()}
-    for one in model.parameters():
-        if isinstance(one, ShardedTensor) and len(ranks := replicas_of(one)) > 1:
+    for parameter in model.parameters():
+        if not isinstance(parameter, ShardedTensor):
+            continue
+        ranks = replicas_of(parameter)
+        if len(ranks) > 1:
             name = f"weights of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-            sums[name] = sums.get(name, 0) + checksum(one.to_local())
+            sums[name] = sums.get(name, 0) + checksum(parameter.to_local())
     return sums
 
 
-def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
-    _, final, step, digest, _ = everyone[0]
+def _check_agreement(saves: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
+    """Compare what the ranks save: warn of different values, refuse different tensors."""
+    _, final, step, digest, _ = saves[0]
     first: dict[str, int] = {}
-    told = ((key, value) for *_, alike in everyone for key, value in alike.items())
-    apart = sorted({key for key, value in told if first.setdefault(key, value) != value})
-    if apart:
+    checksums = ((key, value) for *_, alike in saves for key, value in alike.items())
+    different = sorted({key for key, value in checksums if first.setdefault(key, value) != value})
+    if different:
         warn_once(
             log,
-            "ranks differ in %s: a checkpoint holds those of rank 0, or of one other, and a load "
-            "gives them to all. Nothing sums buffers over ranks (SyncBatchNorm: its own), nor "
-            "gradients of parameters that are not wrapped; copies of weights differ where weights, "
-            "gradients or states were written on one rank alone",
-            quoted(apart),
+            "ranks differ in %s: the checkpoint holds the values of one rank, mostly rank 0, and a "
+            "load gives them to all ranks. Buffers are not reduced over ranks (SyncBatchNorm "
+            "reduces its own), nor are gradients of parameters that are not wrapped. Replicas of "
+            "weights differ if weights, gradients or states were written on one rank only",
+            quoted(different),
         )
-    for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):
+    for rank, (_, other_final, other_step, other_digest, _) in enumerate(saves):
         if (other_final, other_step) != (final, step):
             raise MismatchError(
                 f"rank 0 saves {final} (step {step}), rank {rank} saves {other_final} (step "
@@ -262,8 +266,8 @@ def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, i
             )
         if other_digest != digest:
             raise MismatchError(
-                f"rank {rank} has other tensors to save than rank 0: the model, or which "
-                f"parameters have optimizer state, differs between them"
+                f"rank {rank} has other tensors to save than rank 0: the model differs between "
+                f"them, or the set of parameters that have optimizer state"
             )
 
 
@@ -296,7 +300,7 @@ def write_and_publish(
 
 
 def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
-    """Write the files of one rank; return their names and where each piece lies in them."""
+    """Write the files of one rank; return their names and the offset of each piece in them."""
     folder, rank = attempt.folder, attempt.rank
     items = []
     with HashedFile(folder / tensor_file(rank)) as stream:
@@ -306,8 +310,8 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
             torch.save(data, cast(IO[bytes], stream))
             begin = archive + numbers_in(bytes(stream.head), data) if data.numel() else archive
             box = (list(piece.shape), list(piece.offsets), list(data.shape))
-            place = (begin, (archive, stream.tell() - archive))
-            items.append([piece.key, dtype_name(data.dtype), *box, *place])
+            length = stream.tell() - archive
+            items.append([piece.key, dtype_name(data.dtype), *box, begin, (archive, length)])
     files = [stream.record, write_file(folder / rank_file(rank), snapshot.rank_values)]
     if rank == 0:
         files.append(write_file(folder / STATE, snapshot.state_values))
@@ -342,7 +346,7 @@ def _publish(
 
 
 def _join(folder: Path, parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
-    """The parts of all ranks as one index; every tensor must be whole, and one."""
+    """Join the parts of all ranks into an index; raise unless the pieces make whole tensors."""
     index: Index = {}
     seen: dict[tuple[str, tuple[int, ...]], Chunk] = {}
     problems = []
@@ -352,12 +356,12 @@ def _join(folder: Path, parts: list[dict[str, Any]], keys: Iterable[str]) -> Ind
             chunk = Chunk(tuple(offsets), tuple(sizes), kind, rank, begin, tuple(archive))
             entry = index.get(key) or Entry(tuple(shape), kind, ())
             first = seen.setdefault((key, chunk.offsets), chunk)
-            if first is not chunk:  # ranks outside each other's mesh hold the same box
+            if first is not chunk:  # the same box from ranks on separate meshes
                 if _bytes_of(folder, first) != _bytes_of(folder, chunk):
                     problems.append(
-                        f"'{key}': rank {rank} holds other values than rank {first.rank}, and no "
-                        f"mesh has both. A checkpoint holds one model: give each a process group "
-                        f"of its own, or save sw.full_state_dict(model)"
+                        f"'{key}': rank {rank} holds other values than rank {first.rank}, and they "
+                        f"share no mesh. A checkpoint holds one model: train each model in a "
+                        f"separate process group, or save sw.full_state_dict(model)"
                     )
                 continue
             index[key] = replace(entry, chunks=(*entry.chunks, chunk))

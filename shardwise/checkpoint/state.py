@@ -5,8 +5,8 @@
     optimizer.state.blocks.0.up.weight.exp_avg          a state, under the name of its parameter
     state.json                                          groups, options, tied names, scalars
 
-Names are those of the module tree, so neither the order of an optimizer's groups nor a wrapper
-shows in a checkpoint. The tensors are the live ones: a save reads them, a load writes them.
+The names are those of the module tree, so a checkpoint depends neither on wrappers nor on the order
+of an optimizer's groups. The tensors are the live tensors: a save reads them, a load writes them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _EXTRA = "_extra_state"
 
 @dataclass
 class State:
-    """Tensors by key, all other values, and the problems that stand in the way."""
+    """Tensors by key, all other values, and the problems that prevent a save or a load."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)  # keys; ranks may differ: rank 0's is saved
-    tied: dict[str, str] = field(default_factory=dict)  # a further name -> the saved name
+    buffers: set[str] = field(default_factory=set)  # keys; saved from rank 0, as ranks may differ
+    tied: dict[str, str] = field(default_factory=dict)  # another name -> the saved name
     extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have one
     names: dict[int, str] = field(default_factory=dict)  # of parameters, by id
-    dtypes: dict[str, str] = field(default_factory=dict)  # before wrapping, where main's differs
-    stacks: dict[str, Stack] = field(default_factory=dict)  # expert parameters, by name
-    members: dict[str, Stack] = field(default_factory=dict)  # how their tensors are stored, by key
+    dtypes: dict[str, str] = field(default_factory=dict)  # before wrapping, if other than main's
+    stacks: dict[str, Stack] = field(default_factory=dict)  # of expert parameters, by name
+    members: dict[str, Stack] = field(default_factory=dict)  # of their tensors and states, by key
     problems: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -54,19 +54,19 @@ class State:
     def add_state(
         self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
     ) -> None:
-        """Add the state ``key`` of the parameter ``name``. ``stack``: how it is stored beside
-        experts, as ``stored``."""
+        """Add the state ``key`` of the parameter ``name``. If it belongs to experts, ``stack`` says
+        how it is stored, under the key ``stored``."""
         full = state_key(name, key)
         self.tensors[full] = value
         if stack is not None:
             self.members[full] = stack.renamed(partial(state_key, key=stored))
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """The names of a parameter in a checkpoint: one for each expert of any rank, if any."""
+        """The names of a parameter in a checkpoint: a name for each expert of all ranks, if any."""
         return self.stacks[name].everywhere if name in self.stacks else (name,)
 
     def stored_name(self, name: str) -> str:
-        """The name of a parameter in a checkpoint; of its first expert on this rank."""
+        """The name of a parameter in a checkpoint, or of its first expert on this rank."""
         return self.stacks[name].here[0] if name in self.stacks else name
 
     @property
@@ -88,8 +88,8 @@ def state_key(name: str, key: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel. Of torch.compile only a part of names is left,
-    which ``clean`` removes."""
+    """The module inside DistributedDataParallel. (The prefix that torch.compile adds to names is
+    removed by ``clean``.)"""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -98,8 +98,8 @@ def model_state(model: nn.Module) -> State:
     model = unwrapped(model)
     state = State(stacks=stacks_of(model, clean))
     parameters = {id(parameter) for parameter in model.parameters()}
-    live = model.state_dict(keep_vars=True)  # the registered objects themselves
-    parameters |= {id(parameter) for parameter in model.parameters()}  # sharded by now
+    live = model.state_dict(keep_vars=True)  # the registered objects; also reshards the weights
+    parameters |= {id(parameter) for parameter in model.parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
     first_name: dict[int, str] = {}
     for raw_name, value in live.items():
@@ -116,8 +116,8 @@ def model_state(model: nn.Module) -> State:
             state.tied |= zip(names, firsts, strict=False)
             if len(names) != len(firsts):
                 state.problems.append(
-                    f"'{name}' and '{first}' are one tensor, of which only one is that of experts, "
-                    f"which are stored one by one: give '{name}' a tensor of its own"
+                    f"'{name}' and '{first}' are one tensor, but only one of the names belongs to "
+                    f"experts, which are stored one by one: give '{name}' a separate tensor"
                 )
         else:
             first_name[id(value)] = name
@@ -140,25 +140,25 @@ def tensor_problems(name: str, value: Tensor) -> list[str]:
     if local.is_meta:
         return [f"'{name}' is on the meta device: materialise it first (to_empty())"]
     if local.layout != torch.strided:
-        return [f"'{name}' is a {local.layout} tensor: only strided ones can be saved"]
+        return [f"'{name}' is a {local.layout} tensor: only strided tensors can be saved"]
     return []
 
 
 def placements_of(model: nn.Module) -> list[str]:
     """The placements and meshes of a model as text, for the manifest."""
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for unit in units_of(model):
         for group in unit.groups:
             axes = ", ".join(f"{axis.name}={axis.size}" for axis in group.ranks.axes)
-            found[f"{group.placements} over {axes}"] = None
-    return list(found) or ["plain tensors, the same on every rank"]
+            texts[f"{group.placements} over {axes}"] = None
+    return list(texts) or ["plain tensors, the same on every rank"]
 
 
 # ------------------------------------------------------------------------------ state.json
 
 
 def json_state(state: State, optimizer: dict[str, Any] | None) -> Any:
-    """The contents of ``state.json``; values that JSON can't hold become problems of ``state``."""
+    """The contents of ``state.json``. Values that JSON can't hold are added to ``problems``."""
     parts = [(f"the extra state '{name}'", value) for name, value in state.extra_states.items()]
     if optimizer is not None:
         parts += [(f"the optimizer's {part}", optimizer[part]) for part in ("groups", "scalars")]
@@ -172,9 +172,9 @@ def json_state(state: State, optimizer: dict[str, Any] | None) -> Any:
 
 
 def check_json_state(values: Any, where: str, keys: Container[str]) -> None:
-    """Raise unless the contents of ``state.json`` have the form that ``json_state`` gives them.
+    """Raise unless ``state.json`` has the form that ``json_state`` returns.
 
-    ``keys`` are those of the tensors in the index.
+    ``keys`` are the keys of the tensors in the index.
     """
     if (problem := _json_state_problem(values, keys)) is not None:
         raise DamagedError(f"{where} is not what shardwise writes: {problem}")
@@ -185,13 +185,13 @@ def _json_state_problem(values: Any, keys: Container[str]) -> str | None:
         return "values are missing"
     tied, extra_states, optimizer = values["tied"], values["extra_states"], values["optimizer"]
     if not _is_dict(tied, lambda name: type(name) is str and model_key(name) in keys):
-        return "'tied' names no tensors"
+        return "'tied' does not name tensors"
     if not _is_dict(extra_states):
         return "'extra_states' is no dictionary of names"
     for name, value in extra_states.items():
         block = value.get("gate_up_block", 0) if type(value) is dict else 0
         if type(block) is not int or block < 0:
-            return f"the order of gate and up in {shown(name)}"
+            return f"the order of gate and up in {shown(name)} is no size"
     if optimizer is None:
         return None
     parts = {"class": str, "groups": list, "scalars": dict, "tensors": dict}
@@ -204,11 +204,11 @@ def _json_state_problem(values: Any, keys: Container[str]) -> str | None:
             and "params" not in group["options"]
             and _is_dict(group.get("described"), lambda text: type(text) is str)
         ):
-            return "'groups' are not an optimizer's"
+            return "'groups' are not groups of an optimizer"
     if not _is_dict(optimizer["scalars"], _is_dict) or not _is_dict(
         optimizer["tensors"], _is_names
     ):
-        return "the optimizer's states"
+        return "the optimizer's states are not listed by parameter"
     for name, states in optimizer["tensors"].items():
         for key in states:
             if state_key(name, key) not in keys:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store: a folder of checkpoints, each of which is whole or not there.
+"""Store: a folder of checkpoints. No reader ever sees half of a checkpoint.
 
     runs/demo/
       step-000100/                      valid: manifest, sizes
       step-000200/                      the newest: resume() loads it
-      step-000300.tmp-1a2b...-9f8e/     a save under way; renamed when it is whole
-      step-000000.trash-1a2b.../        an old one being removed: renamed first, so never half there
+      step-000300.tmp-1a2b...-9f8e/     a save in progress; renamed when it is complete
+      step-000000.trash-1a2b.../        an old checkpoint, renamed before it is removed
 
     main thread   step | save: copy to host | step | step | step | save: waits for the last, copies
-    background         | write, hash, fsync, manifest, rename, remove old ones |
+    background         | write, hash, fsync, manifest, rename, remove old checkpoints |
 
-``checkpoints`` reads manifests and asks for file sizes, but reads no tensors. ``resume`` hashes
-every byte before it uses one, and loads the next older checkpoint where a hash is wrong.
+``checkpoints`` reads manifests and file sizes, but no tensors. ``resume`` hashes every byte before
+it uses any, and loads the next older checkpoint if a hash is wrong.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MAX_SAME_STEP = 100
 
 
 class Store:
-    """Checkpoints of one run under ``root``, the last ``keep`` of them (``None``: all).
+    """The checkpoints of a run in the folder ``root``; the last ``keep`` stay (``None``: all).
 
-    Every rank makes one and calls the same methods in the same order. ``config`` goes into every
-    manifest. ``timeout`` is how long a rank that has written its part waits for the others.
+    Every rank makes a Store and calls the same methods in the same order. ``config`` goes into
+    every manifest. A rank that has written its part waits ``timeout`` seconds for the others.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Store:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"Store(keep={keep!r}): keep at least 1 checkpoint, or None for all")
         if not timeout > 0:
-            raise ValueError(f"Store(timeout={timeout!r}): give the other ranks some seconds")
+            raise ValueError(f"Store(timeout={timeout!r}): give a number of seconds above 0")
         self.root = Path(os.path.abspath(root))
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
         self.keep, self.config = keep, config
-        self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
         self.timeout = timeout
         self._staging = Staging()
-        self._under_way: Future[Path] | None = None
+        self._in_progress: Future[Path] | None = None
         self._sequence: int | None = None
         self._last: Path | None = None
+        self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
         self._failed: set[Path] = set()  # temporary directories of failed saves of this Store
         if ranks_with_data().rank == 0:
             self.remove_leftovers()
@@ -89,8 +89,8 @@ class Store:
     ) -> None:
         """Save in the background; returns when the tensors are copied (collective).
 
-        Waits for the previous save, and raises ``SaveError`` here if that has failed. Training may
-        go on at once: the save reads its own copies.
+        Waits for the previous save first, and raises ``SaveError`` if that has failed. Training can
+        continue at once, because the save reads copies.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save(step={step!r}): a step is an integer of 0 or more")
@@ -110,18 +110,18 @@ class Store:
         except BaseException as error:  # out of memory: the others must not wait for this rank
             attempt.fail(error)
             raise
-        self._under_way = Future()
+        self._in_progress = Future()
         # Not a daemon: a process that ends waits for its last checkpoint.
-        work = (self._under_way, attempt, staged, step)
-        threading.Thread(target=self._write_to, args=work, name=f"checkpoint-{step}").start()
+        work = (self._in_progress, attempt, staged, step)
+        threading.Thread(target=self._write, args=work, name=f"checkpoint-{step}").start()
 
     def wait(self) -> Path | None:
-        """Wait until no save is under way; return the last checkpoint that this Store has saved.
+        """Wait until no save is in progress; return the last checkpoint that this Store has saved.
 
         Raises ``SaveError`` if the save has failed, on every rank. On return the checkpoint is on
         the disk under its final name.
         """
-        save, self._under_way = self._under_way, None
+        save, self._in_progress = self._in_progress, None
         if save is not None:
             if (error := save.exception()) is not None:
                 raise SaveError(str(error)) from error
@@ -131,7 +131,7 @@ class Store:
     @property
     def idle(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._under_way is None or self._under_way.done()
+        return self._in_progress is None or self._in_progress.done()
 
     def __enter__(self) -> Store:
         return self
@@ -141,28 +141,22 @@ class Store:
             self.wait()
         except SaveError:
             if kind is None:
-                raise  # else the first error is raised, and the log has this one
+                raise  # with an earlier error, that is raised, and the log has this one
 
-    def _write(self, attempt: Attempt, snapshot: saving.Snapshot, step: int) -> Path:
+    def _write(
+        self, result: Future[Path], attempt: Attempt, snapshot: saving.Snapshot, step: int
+    ) -> None:
         try:
             path = saving.write_and_publish(
                 attempt, snapshot, sequence=self._next_sequence, step=step
             )
-        except BaseException:
-            self._failed.add(attempt.folder)
-            raise
-        if attempt.rank == 0:
-            self._remove_old()
-            self.remove_leftovers()
-        return path
-
-    def _write_to(
-        self, result: Future[Path], attempt: Attempt, snapshot: saving.Snapshot, step: int
-    ) -> None:
-        try:
-            result.set_result(self._write(attempt, snapshot, step))
+            if attempt.rank == 0:
+                self._remove_old()
+                self.remove_leftovers()
+            result.set_result(path)
         except BaseException as error:
-            # The next save() or wait() raises it; logged now, in case neither comes.
+            self._failed.add(attempt.folder)  # already renamed if the checkpoint was published
+            # The next save() or wait() raises the error. Log it, in case neither is called.
             background.exception("the checkpoint of step %d has failed", step)
             result.set_exception(error)
 
@@ -189,22 +183,24 @@ class Store:
     ) -> tuple[Path, dict[str, Any]] | None:
         """Load the newest checkpoint that is sound to the last byte; return its path and extra.
 
-        Waits for a save under way. Returns None for an empty folder (collective). A damaged
-        checkpoint is logged and the next older one is loaded instead; one of another model raises.
+        Waits for a save in progress. Returns None for an empty folder (collective). If a checkpoint
+        is damaged, logs this and loads the next older checkpoint. A checkpoint of another model
+        raises.
 
         Args:
-            path: the checkpoint to begin with, perhaps of another folder, instead of the newest.
-            or_older: False: raise if the first is damaged.
+            path: the checkpoint to try first instead of the newest; it may be in another folder.
+            or_older: False: raise if the first checkpoint is damaged.
         """
         ranks = ranks_with_data()
-        if self._under_way is not None:
-            self._under_way.exception()  # waits; the next save() or wait() raises it
-        [found, *_] = comm.agree(self.checkpoints() if ranks.rank == 0 else None, ranks)
-        found.reverse()
+        if self._in_progress is not None:
+            self._in_progress.exception()  # waits; the next save() or wait() raises the error
+        [candidates, *_] = comm.agree(self.checkpoints() if ranks.rank == 0 else None, ranks)
+        candidates.reverse()
         if path is not None:
             path = path.absolute()
-            found = [path, *(other for other in found if other != path)]
-        candidates = found if or_older else found[:1]
+            candidates = [path, *(other for other in candidates if other != path)]
+        if not or_older:
+            candidates = candidates[:1]
         for candidate in candidates:
             try:
                 return candidate, load(candidate, model, optimizer)
@@ -217,18 +213,21 @@ class Store:
         if not candidates:
             return None
         names = ", ".join(candidate.name for candidate in candidates)
-        raise DamagedError(f"no checkpoint in {self.root} is sound ({names}): {last}") from last
+        raise DamagedError(
+            f"no checkpoint in {self.root} is sound ({names}): {last}. Begin a new run, or restore "
+            f"a copy of a checkpoint"
+        ) from last
 
     # ------------------------------------------------------------------ removing (rank 0)
 
     def _remove_old(self) -> None:
-        """Remove what is older than the last ``keep`` valid checkpoints; a checkpoint that was
-        found damaged does not count as one of these. Other directories stay."""
+        """Remove the checkpoints that are older than the last ``keep`` valid ones. A checkpoint
+        that a resume found damaged does not count as valid. Other directories stay."""
         if self.keep is None:
             return
-        found = self.checkpoints()
-        kept = [path for path in found if path not in self._damaged][-self.keep :]
-        for path in found[: found.index(kept[0])] if kept else ():
+        checkpoints = self.checkpoints()
+        kept = [path for path in checkpoints if path not in self._damaged][-self.keep :]
+        for path in checkpoints[: checkpoints.index(kept[0])] if kept else ():
             trash = temporary(path, "trash")
             try:
                 path.rename(trash)
@@ -240,7 +239,7 @@ class Store:
     def remove_leftovers(self) -> None:
         """Remove temporary directories of dead processes and of failed saves of this Store.
 
-        For rank 0, when no rank writes any more.
+        Rank 0 calls this, when no rank writes any more.
         """
         if not self.root.is_dir():
             return
@@ -250,7 +249,7 @@ class Store:
 
 
 def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
-    """The whole checkpoints in a folder in the order of their saves; nothing is hashed."""
+    """The complete checkpoints in a folder in the order of their saves; nothing is hashed."""
     found = []
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
@@ -267,7 +266,7 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory; what can't be removed stays until the next time."""
+    """Remove a directory. Files that can't be removed stay until the next time."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

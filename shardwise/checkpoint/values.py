@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are no large tensors: JSON that comes back as it was, and random states.
+"""All values but large tensors: JSON that is read back unchanged, and random states.
 
-JSON alone turns tuples into lists and integer keys into strings, which a scheduler or a random
-generator notices late. Values that JSON lacks are tagged:
+JSON alone turns tuples into lists and integer keys into strings, which breaks a scheduler or a
+random generator much later. Values that JSON lacks are tagged:
 
     (1, 2)               {"$": "tuple", "v": [1, 2]}
     {30: 0.1}            {"$": "dict", "v": [[30, 0.1]]}
     a generator's state  {"$": "tensor", "dtype": "uint8", "shape": [5056], "v": "<base64>"}
 
-Floats survive exactly (NaN and infinities too). Objects do not: a checkpoint never runs code.
+Floats are exact (also NaN and infinities). Objects are refused: a checkpoint never runs code.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.notices import warn_once
 from shardwise.tensor_whole import WholeTensor
 
-MAX_ARRAY_BYTES = 1 << 20  # larger ones are tensors of the model or of the optimizer
+MAX_ARRAY_BYTES = 1 << 20  # larger arrays belong to the model or the optimizer
 MAX_JSON_BYTES = 1 << 26
-MAX_DEPTH = 40  # of a value; JSON spends up to three levels on one of its
+MAX_DEPTH = 40  # of a value; a level of a value can take three levels of JSON
 _MAX_JSON_DEPTH = 3 * MAX_DEPTH + 10
 _TAG = "$"
 _NUMPY_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,4}(\[[0-9]{0,3}[a-zA-Z]{1,2}\])?")
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """JSON for ``value``; a ``CheckpointError`` names the place of a value that can't be saved."""
+    """``value`` as JSON. A ``CheckpointError`` names the place of a value that can't be saved."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration its value, not its name
+        return str.__str__(value)  # the value of a StrEnum, not its name
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"{where:.200}... is more than {MAX_DEPTH} deep inside other values (or holds itself): "
+            f"{where:.200}... is nested more than {MAX_DEPTH} levels deep, or contains itself: "
             f"make it flatter"
         )
     inside = depth + 1
@@ -79,7 +79,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """The value that ``encode`` was given."""
+    """The value whose JSON is ``value``: the inverse of ``encode``."""
     if isinstance(value, list):
         return [decode(item, where) for item in value]
     if not isinstance(value, dict):
@@ -106,7 +106,7 @@ def check_length(data: bytes, where: str) -> None:
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{where}: {len(data)} bytes of JSON, and a load reads at most {MAX_JSON_BYTES}: make "
-            f"large values buffers of the model, or keep them in a file of their own"
+            f"large values buffers of the model, or keep them in another file"
         )
 
 
@@ -115,7 +115,7 @@ def from_bytes(data: bytes, where: str) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text of bounded depth, so that its readers may recurse."""
+    """The value of a JSON text. Its depth is bounded, so that readers may recurse."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -135,10 +135,10 @@ def parse_json(data: bytes, where: str) -> Any:
 
 def dtype_of(name: Any, where: str) -> torch.dtype:
     """``torch.float32`` for ``"float32"``."""
-    found = vars(torch).get(name) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = vars(torch).get(name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise DamagedError(f"{where}: {shown(name)} is no dtype of torch {torch.__version__}")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -149,7 +149,7 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
     value = value.full_tensor() if isinstance(value, WholeTensor) else value  # such as a norm
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}: only plain tensors go here; "
+            f"{where} is a {type(value).__name__}, and only plain tensors can be stored here: "
             f"shards belong to the model or the optimizer"
         )
     _check_size(value.nbytes, where)
@@ -168,7 +168,7 @@ def _decode_tagged(value: dict[str, Any], where: str) -> Any:
     if tag == "dict":
         pairs = [(decode(key, where), decode(item, where)) for key, item in content]
         if 2 * len({hash(key) for key, _ in pairs}) < len(pairs):
-            raise ValueError("keys whose hashes are equal, which takes forever")
+            raise ValueError("many keys with equal hashes, which would make a dict very slow")
         return dict(pairs)
     if tag not in ("bytes", "tensor", "array", "number"):
         raise DamagedError(f"{where}: the tag {shown(tag)} is unknown")
@@ -177,22 +177,21 @@ def _decode_tagged(value: dict[str, Any], where: str) -> Any:
         return data
     shape, name = value["shape"], value["dtype"]
     if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError("a shape is a list of sizes")
+        raise ValueError("the shape is no list of sizes")
     if tag == "tensor":
         dtype = dtype_of(name, where)
         if math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError("as many bytes as the shape has")
-        # frombuffer refuses an empty buffer, and shares memory: copy.
-        none = torch.empty(0, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else none
-        return flat.reshape(shape).clone()
+            raise ValueError(f"{len(data)} bytes do not fill the shape")
+        if not data:  # frombuffer refuses an empty buffer
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError("a dtype of numpy")
+        raise ValueError("the dtype is none of numpy")
     kind = numpy.dtype(name)
     if kind.hasobject:
         raise DamagedError(f"{where}: an array of Python objects is refused")
     if math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError("as many bytes as the shape has")
+        raise ValueError(f"{len(data)} bytes do not fill the shape")
     array = numpy.frombuffer(data, dtype=kind).reshape(shape).copy()
     return array if tag == "array" else array[()]
 
@@ -200,8 +199,8 @@ def _decode_tagged(value: dict[str, Any], where: str) -> Any:
 def _check_size(nbytes: int, where: str) -> None:
     if nbytes > MAX_ARRAY_BYTES:
         raise CheckpointError(
-            f"{where} holds {nbytes} bytes, more than the {MAX_ARRAY_BYTES} that fit into JSON: "
-            f"make it a buffer of the model, or keep it in a file of its own"
+            f"{where} holds {nbytes} bytes, and at most {MAX_ARRAY_BYTES} can be stored as JSON: "
+            f"make it a buffer of the model, or keep it in another file"
         )
 
 
@@ -215,7 +214,7 @@ log = logging.getLogger(__name__)
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, drawing from none."""
+    """The states of Python's, numpy's and torch's generators. Draws no number."""
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -228,10 +227,10 @@ def random_states() -> dict[str, Any]:
 class RandomStates:
     """The states of one rank's generators in a checkpoint: checked, not yet set.
 
-    With as many ranks as at the save, each rank gets its own states back and the streams go on.
-    With another number no stream can go on: every rank is then seeded from rank 0's saved state,
-    its own rank and the number of ranks. That is deterministic, different on every rank, and
-    different from what a fresh run with the same seed would draw.
+    With the number of ranks of the save, each rank gets its states back and continues its streams
+    of random numbers. With another number this is impossible. Every rank is then seeded from the
+    saved state of rank 0, its rank and the number of ranks. That is deterministic, different on
+    every rank, and different from the numbers of a new run with the same seed.
     """
 
     def __init__(self, saved: Any, where: str) -> None:
@@ -244,7 +243,7 @@ class RandomStates:
             raise DamagedError(f"{where}: the random states are not what shardwise writes")
 
     def restore(self) -> None:
-        """Put the generators back."""
+        """Set the generators to the saved states."""
         saved = self._saved
         random.setstate(saved["python"])
         numpy.random.set_state(saved["numpy"])
@@ -252,8 +251,7 @@ class RandomStates:
         if saved["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["cuda"])
         elif saved["cuda"] is not None:
-            text = "%s holds a GPU's random state; there is no GPU here for it"
-            warn_once(log, text, self._where)
+            warn_once(log, "%s holds the random state of a GPU, and there is no GPU", self._where)
 
     def reseed(self, rank: int, world_size: int) -> int:
         """Seed all generators for another number of ranks; return the seed, the same every time."""
@@ -266,7 +264,7 @@ class RandomStates:
 
 
 def _try(saved: Any) -> bool:
-    """Set the states of new generators; False, or any error, if they are no states."""
+    """Try the states on new generators. Returns False or raises if they are no states."""
     if type(saved) is not dict:
         return False
     random.Random().setstate(saved["python"])
@@ -281,7 +279,7 @@ def _try(saved: Any) -> bool:
 
 
 def _try_numpy(state: Any) -> bool:
-    """Check what numpy does not: it reads at any position in its key, also outside."""
+    """Check a state for numpy, which does not check that the position is inside the key."""
     if type(state) is tuple:
         _, key, position, has_gauss, gauss = state
         numbers = (position, has_gauss)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build: from a configuration to the parts of a run, on all ranks together.
+"""Build: makes the parts of a run from its configuration, on all ranks together.
 
-Sharding takes a few lines of :func:`build_model`; the model knows nothing of it.
+The sharding is a few lines of :func:`build_model`. The model itself contains nothing about it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Parts:
-    """The parts of a run. ``config`` has the vocabulary size of the data and no "auto" left."""
+    """The parts of a run. ``config`` has the vocabulary size of the data, and values for "auto"."""
 
     config: TrainConfig
-    decision: str | None  # what "auto" became
+    decision: str | None  # a line about the values that replaced "auto"
     corpus: Corpus
     model: nn.Module
     optimizer: ShardedOptimizer
@@ -61,8 +61,8 @@ class Parts:
 
 
 def use_deterministic_algorithms() -> None:
-    """Ask torch, cuBLAS (which reads a variable, and is refused without it) and torch.compile
-    (which otherwise chooses kernels by their time) for kernels with one order of sums."""
+    """Make torch use kernels that always sum in the same order. cuBLAS needs an environment
+    variable for this, and torch.compile must not choose kernels by measured time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     from torch._inductor import config
@@ -83,27 +83,31 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     corpus = read_corpus(config, world, cache)
     config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
     config, decision = fit(config, precision_of(config, world), world)
-    where = {"rank": world.rank // config.tp, "world_size": config.data_ranks(world.size)}
-    context, share, most = config.model.context, config.share(world.size), config.eval_windows
+    options: dict[str, int] = {
+        "context": config.model.context,
+        "rank": world.rank // config.tp,
+        "world_size": config.data_ranks(world.size),
+    }
 
     def sample() -> tuple[Sampler, HeldOut]:
+        share, max_windows = config.share(world.size), config.eval_windows
         return (
-            Sampler(corpus, context=context, global_batch=config.batch, seed=config.seed, **where),
-            HeldOut(corpus, context=context, batch_size=share, max_windows=most, **where),
+            Sampler(corpus, global_batch=config.batch, seed=config.seed, **options),
+            HeldOut(corpus, batch_size=share, max_windows=max_windows, **options),
         )
 
     sampler, held_out = world.together(sample)
     model = build_model(config, world)
     model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
-    made = build_optimizer(config, model)
-    made.compile_ahead()
+    optimizer = build_optimizer(config, model)
+    optimizer.compile_ahead()
     return Parts(
         config=config,
         decision=decision,
         corpus=corpus,
         model=model,
-        optimizer=made,
-        scheduler=build_scheduler(config, made),
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
         sampler=sampler,
         batches=Batches(sampler, world.device),
         held_out=held_out,
@@ -111,35 +115,35 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
 
 
 def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
-    """The configuration with the vocabulary of the data; pretrained weights keep theirs."""
+    """The configuration with the vocabulary of the data; pretrained weights keep their own."""
     if config.init_from is not None:
         if config.model.vocab_size < size:
             raise ValueError(
                 f"the data have {size} different tokens, and the embedding of "
-                f"{config.init_from!r} {config.model.vocab_size}: use its own tokenizer "
-                f"(--tokenizer {config.init_from})"
+                f"{config.init_from!r} has {config.model.vocab_size}: use the tokenizer of that "
+                f"model (--tokenizer {config.init_from})"
             )
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
-    """The token after which attention begins anew; None where documents see each other."""
+    """The token that ends a document, if attention does not cross documents; else None."""
     if config.documents == "joined":
         return None
-    if corpus.codec is None:
-        if config.documents == "apart":
-            raise ValueError(
-                f"documents='apart': {corpus.name!r} holds tokens of an unknown tokenizer, so "
-                f"nobody knows which of them ends a document: name it with --tokenizer"
-            )
-        return None
-    return corpus.codec.end
+    if corpus.codec is not None:
+        return corpus.codec.end
+    if config.documents == "apart":
+        raise ValueError(
+            f"documents='apart': {corpus.name!r} holds tokens of an unknown tokenizer, so the "
+            f"token that ends a document is unknown: name the tokenizer with --tokenizer"
+        )
+    return None
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
-    """The corpus, the same on every rank. One rank of each node reads first: it may leave tokens in
-    the cache for the others."""
+    """The corpus, the same on every rank. One rank of each node reads first, as it may write tokens
+    to the cache, which the other ranks then read."""
 
     def read() -> Corpus:
         return load_corpus(
@@ -150,15 +154,15 @@ def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
             tokens_needed=config.steps * config.batch * config.model.context + 1,
         )
 
-    made = world.together(lambda: read() if world.local_rank == 0 else None)
-    corpus = world.together(lambda: read() if made is None else made)
+    first = world.together(lambda: read() if world.local_rank == 0 else None)
+    corpus = world.together(lambda: read() if first is None else first)
     digests = comm.agree(corpus.sha256, world.axis)
     if len(set(digests)) > 1:
         different = next(rank for rank, other in enumerate(digests) if other != digests[0])
         raise ValueError(
             f"ranks see different data: {config.data!r} has sha256 {digests[0][:16]} on rank 0 and "
-            f"{digests[different][:16]} on rank {different}; give all machines the same files (and "
-            f"the same Python version, where they are the standard library's)"
+            f"{digests[different][:16]} on rank {different}: give all machines the same files (for "
+            f"stdlib, the same Python version)"
         )
     return corpus
 
@@ -171,7 +175,7 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
     options: dict[str, Any] = {"placements": config.placements, "precision": precision}
-    # A module of one's own has the values that it is built with.
+    # A module of the user gets its values while it is built.
     with torch.device("meta" if config.module is None else "cpu"):
         model = make_model(config)
     if config.module is not None:
@@ -190,7 +194,7 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         reasons = dict.fromkeys(stored.kept.values())
         raise ValueError(
             f"precision={config.precision!r}: none of the {len(stored.rows)} parameters can be "
-            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim "
+            f"stored in this format ({'; '.join(reasons)}): make dim and hidden_dim "
             f"{sides_in(precision.format)}, or train in bf16"
         )
     if config.module is None:
@@ -199,14 +203,14 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     if config.lora_rank:
         init_lora(model, config.seed)
         if config.init_from is None and (config.module or HF).startswith(HF):
-            text = "lora_rank=%d without init_from: all other weights are random, and stay so"
+            text = "lora_rank=%d without init_from: all other weights are random and stay random"
             warn_once(logger, text, config.lora_rank)
     return model
 
 
 def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> dict[str, Any] | None:
-    """Spread experts over ``ep``. Returns the mesh of the ranks that hold the same experts, which
-    shard and reduce them, for ``fully_shard``."""
+    """Spread the experts over ``ep``. Return the mesh of the ranks that hold the same experts, for
+    ``fully_shard``: these ranks shard and reduce the experts."""
     axis = meshes = None
     if config.ep > 1:
         shape = config.expert_mesh_shape(world.size, world.num_nodes)
@@ -216,7 +220,7 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> dict[
         meshes = {"*.experts": whole[names[0] if len(names) == 2 else names[:-1]]}
     for layer in mixtures_of(model):
         layer.spread(axis, world.axis)
-        # Without rows to send there is nothing to do meanwhile.
+        # Delayed gradients are computed while rows are sent. Without ep no rows are sent.
         layer.experts.delay_weight_gradient = axis is not None and (
             config.model.delay_expert_gradients
         )
@@ -224,7 +228,7 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> dict[
 
 
 def check_compiler(config: TrainConfig, world: World) -> None:
-    """Raise where the run compiles, and nothing can: torch would tell of it in pages."""
+    """Raise if the run needs a compiler and there is none: the error of torch takes pages."""
     device = world.device.type
     problem = missing_compiler(device) if config.compiles(device) else None
     if problem is not None:
@@ -238,7 +242,7 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
 
 
 def weights_on(device: torch.device, config: TrainConfig) -> str:
-    """The format of the compute weights on such a device."""
+    """The format of the compute weights on a device of this type."""
     if config.precision != "auto":
         return config.precision
     return "bf16" if device.type == "cuda" else "fp32"
@@ -247,11 +251,11 @@ def weights_on(device: torch.device, config: TrainConfig) -> str:
 def named_precision(weights: str, optimizer: str = "muon", *, experts: bool) -> Precision:
     """The precision of this name; gradients are reduced and main weights are stored in fp32."""
     # AdamW's kernel reads gradients of any dtype.
-    shown: Literal["main", "computed"] = "computed" if optimizer == "adamw" else "main"
-    precision = Precision(weights=weights, reduce="fp32", gradients=shown)
+    gradients: Literal["main", "computed"] = "computed" if optimizer == "adamw" else "main"
+    precision = Precision(weights=weights, reduce="fp32", gradients=gradients)
     if precision.format is None or not experts:
         return precision
-    # A router compares experts: rounded to MXFP8, it would send tokens to other experts.
+    # A router in fp8 would send tokens to other experts, because of the rounding.
     return dataclasses.replace(precision, exclude=("*router*",))
 
 
@@ -267,5 +271,5 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
 
 
 def build_scheduler(config: TrainConfig, optimizer: ShardedOptimizer, step: int = 0) -> LambdaLR:
-    """The scheduler of a run that has done ``step`` steps; sets the groups' learning rates."""
+    """The scheduler of a run after ``step`` steps; sets the learning rates of the groups."""
     return LambdaLR(optimizer, config.factor, last_epoch=step - 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache: what one run of this user leaves for the next. It may be deleted at any time, and nothing
-here imports torch."""
+"""Cache: files that the runs of a user share. The folder may be deleted at any time. This file does
+not import torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 
 def shared_cache() -> Path:
-    """The folder: ``$XDG_CACHE_HOME/shardwise``, or ``~/.cache/shardwise``; for a user without a
-    home, one that nobody can make."""
+    """The folder: ``$XDG_CACHE_HOME/shardwise``, or ``~/.cache/shardwise``."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
-    except RuntimeError:
+    except RuntimeError:  # a user without a home: a path that can't be made
         return Path(os.devnull) / "shardwise"
 
 
 def keep_bytecode() -> None:
-    """Keep Python's bytecode in the cache, for this process and those that it starts, where torch
-    was installed without bytecode and Python will write none beside it (PYTHONDONTWRITEBYTECODE,
-    or a folder of another user). Else every start compiles torch's sources: 10 s.
+    """Keep the bytecode of Python in the cache, for this process and the processes that it starts,
+    if torch was installed without bytecode and Python can't or may not write it beside the sources
+    (a folder of another user, PYTHONDONTWRITEBYTECODE). Else every start compiles the sources of
+    torch, which takes 10 s.
     """
     found = find_spec("torch")
     if sys.pycache_prefix is not None or found is None or found.origin is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainConfig: everything that decides a run, one frozen value that goes to JSON and back."""
+"""TrainConfig: all settings of a run in one frozen value, which converts to JSON and back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import REPLICATE, STRATEGIES, Placements
-from shardwise.words import bound_problems, choice_problems, type_problems
+from shardwise.words import bound_problems, choice_problems, flattened, type_problems
+
+T = TypeVar("T")
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal[
@@ -30,7 +32,7 @@ Choice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
 DocumentChoice = Literal["auto", "apart", "joined"]
 
-# The groups of flags in the help, each by the field that it begins with.
+# The title of each group of flags in the help, by the first field of the group.
 GROUPS = {
     "module": "weights",
     "data": "data",
@@ -41,18 +43,19 @@ GROUPS = {
     "eval_every": "evaluation_and_saving",
 }
 
-# The fields that a resumed run cannot change, and why. All other fields take effect; other data and
-# another shape of the model are refused when they are read.
+# The fields that a resumed run cannot change, and why. A change of any other field takes effect.
+# Other data and another shape of the model are refused later, when they are read.
 FIXED = {
-    "seed": "the order of the samples and the random states go on as they were saved",
-    "tokenizer": "the rows of the embedding stand for the tokens of the saved run",
+    "seed": "the order of the samples and the random states continue as they were saved",
+    "tokenizer": "the rows of the embedding belong to the tokens of the saved run",
     "held_out": "text that was trained on would be held out",
-    "optimizer": "the states in the checkpoint are those of the other optimizer",
-    "init_from": "the weights of the checkpoint go on",
-    "module": "the weights of the checkpoint are those of the other model",
+    "optimizer": "the states in the checkpoint belong to the other optimizer",
+    "init_from": "the run continues with the weights of the checkpoint",
+    "module": "the weights of the checkpoint belong to the other model",
     "lora_rank": "the weights of the checkpoint have another rank",
 }
-# The fields that do nothing beside such values of another: refused where a flag sets them.
+# field: (other field, values). The field has no effect when the other field has one of the values,
+# and a flag that sets the field is refused then.
 _OF_EXPERTS = (
     *("experts_per_token", "expert_hidden_dim", "expert_score", "normalise_scores", "bias_rate"),
     *("balance_coefficient", "sequence_balance_coefficient", "z_coefficient", "capacity_factor"),
@@ -63,8 +66,8 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "matrix_lr": ("optimizer", ("adamw",)),
     "decay": ("schedule", ("cosine",)),
     "lora_alpha": ("lora_rank", (0,)),
-    "keep_weights": ("strategy", ("zero0", "zero1", "zero2")),  # which keep them anyway
-    "model.vocab_size": ("init_from", (None,)),  # it is that of the data
+    "keep_weights": ("strategy", ("zero0", "zero1", "zero2")),  # these keep them anyway
+    "model.vocab_size": ("init_from", (None,)),  # the vocabulary comes from the data
     **{f"model.{name}": ("model.num_experts", (0,)) for name in _OF_EXPERTS},
     "model.drop": ("model.capacity_factor", (None,)),
     "model.delay_expert_gradients": ("ep", (1,)),
@@ -76,62 +79,64 @@ class TrainConfig:
     """The configuration of a run. A recipe is a function that returns one; flags replace values.
 
     Args:
-        model: the model; its ``vocab_size`` gives way to that of the data.
-        module: a model of one's own instead of ``model``, which gives the context alone then:
+        model: the model; its ``vocab_size`` is replaced by that of the data.
+        module: your own model instead of ``model``, of which the run then uses the context alone:
             ``file.py:function``, a function of the TrainConfig, or ``hf:FOLDER``, the causal
             language model of a transformers config.json; see :mod:`shardwise.train.own_model`.
         init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
-            its weights, sizes and tokenizer; ``None``: fresh weights. A function of one's own as
-            ``module`` reads the weights itself.
+            its weights, sizes and tokenizer; ``None``: new weights. A function given as ``module``
+            reads the weights itself.
         lora_rank: rank of the products that are trained (LoRA) while all other weights are frozen;
             0: all weights are trained.
-        lora_alpha: the products are scaled by this over their rank.
+        lora_alpha: the products are scaled by lora_alpha / lora_rank.
         data: stdlib, stdlib+torch, a text file, directory or "glob", token files (.bin), hf:NAME,
             or several with weights, a.bin:0.7,b.bin:0.3; see :mod:`shardwise.train.sources`.
-        tokenizer: for text: ``bytes``, ``bpe:SIZE`` (learned from it), or the path of a pretrained
-            tokenizer.json or of its directory.
-        held_out: fraction of the data that is evaluated and never trained on.
-        documents: whether the documents of one window see each other: ``joined``, or ``apart``,
-            where each token that ends a document begins the next; ``auto``: apart where that token
-            is known.
-        steps: optimizer steps of the whole run; a resumed run does the rest of them.
-        batch: sequences of one step, over all ranks.
-        microbatches: pieces in which a rank computes its share of a batch, one after another;
-            ``auto``: as few as fit the card by plan (see :mod:`shardwise.train.fit`), 1 on CPU.
-        strategy: how parameters, gradients and optimizer states are spread over the ranks.
-        keep_weights: whether the weights that a rank computes with stay between their uses, as with
-            ``zero2``; ``auto``: on one rank, which gathers nothing and saves the casts from main
-            weights, where they fit the card by plan.
+        tokenizer: for text: ``bytes``, ``bpe:SIZE`` (learned from the text), or the path of a
+            pretrained tokenizer.json or of its directory.
+        held_out: fraction of the data that is used for evaluation and never trained on.
+        documents: whether attention crosses the documents in a window: ``joined``, or ``apart``,
+            where the token that ends a document is a border; ``auto``: apart if that token is
+            known.
+        steps: optimizer steps of the whole run; a resumed run does those that are left.
+        batch: sequences in one step, over all ranks.
+        microbatches: number of pieces in which a rank computes its share of a batch; ``auto``: as
+            few as fit the GPU according to the plan (see :mod:`shardwise.train.fit`), 1 on CPU.
+        strategy: how parameters, gradients and optimizer states are sharded over the ranks.
+        keep_weights: whether the compute weights stay in memory between their uses, as with
+            ``zero2``; ``auto``: on a single rank, if the plan says that they fit the GPU. This
+            saves the casts from main weights.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
-        ep: number of neighbouring ranks over which experts are spread.
-        tp: number of neighbouring ranks that share the work on each sequence: tensor parallelism.
-        optimizer: of matrices, with AdamW for the rest; or ``adamw`` for all.
-        matrix_lr: learning rate of Muon.
+        ep: number of neighbouring ranks over which the experts are spread (expert parallelism).
+        tp: number of neighbouring ranks that share the work on each sequence (tensor parallelism).
+        optimizer: optimizer of the matrices, with AdamW for all other parameters; or ``adamw`` for
+            all parameters.
+        matrix_lr: learning rate of the optimizer of the matrices.
         lr: learning rate of AdamW.
         weight_decay: weight decay of both optimizers.
-        schedule: learning rates after the warmup: ``wsd`` keeps them and lets them fall linearly at
-            the end, ``cosine`` lets them fall along a cosine from the warmup to the last step.
-        warmup: steps in which learning rates rise from 0.
-        decay: fraction of the steps, at the end, in which learning rates fall (``wsd``).
-        final: fraction of the learning rates at which they stop falling.
-        clip: the largest norm of the gradient; larger ones are scaled down.
+        schedule: learning rates after the warmup: ``wsd`` keeps them constant and decreases them
+            linearly at the end, ``cosine`` decreases them along a cosine up to the last step.
+        warmup: number of steps in which learning rates rise from 0.
+        decay: fraction of the steps, at the end, in which learning rates decrease (``wsd``).
+        final: learning rates at the last step, as a fraction of the full ones.
+        clip: the largest norm of the gradient; a gradient with a larger norm is scaled down.
         precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``,
-            ``mxfp8_2d`` and ``fp8_block`` store linear layers so and leave the rest bf16; the run
-            says which and why. ``fp8_block`` multiplies in fp8 too. Main weights are fp32.
-        final_bf16: fraction of the steps, at the end, that are computed in bf16 after steps with
-            weights in fp8: the run is saved there, and goes on in the other precision.
+            ``mxfp8_2d`` and ``fp8_block`` store the linear layers in fp8 and all else in bf16; the
+            run prints the rest and why. ``fp8_block`` also multiplies in fp8. Main weights: fp32.
+        final_bf16: fraction of the steps, at the end of a run in fp8, that are computed in bf16.
+            The run saves a checkpoint there and continues from it in bf16.
         compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs,
             without ``tp``.
         seed: seed of the weights, of the order of the samples and of the random generators.
         eval_every: steps between evaluations of the held-out loss; 0: none.
         eval_windows: windows of held-out tokens in one evaluation.
         save_every: steps between checkpoints.
-        keep: number of checkpoints that remain.
-        max_skipped: steps in a row whose gradient may be broken (and is dropped) before giving up.
+        keep: number of checkpoints to keep.
+        max_skipped: steps in a row that may be skipped because their gradient is not finite; one
+            more ends the run.
         timeout: seconds after which a collective that another rank does not join is an error.
         sample: tokens of text to generate at the end.
-        profile_step: the step that is recorded for the report, counted from where the run starts.
+        profile_step: the step to profile for the report, counted from the first step of this start.
         deterministic: use torch's deterministic algorithms.
     """
 
@@ -190,7 +195,7 @@ class TrainConfig:
         problems += bound_problems(self, 1, *ones, whole=True)
         counts = ("warmup", "eval_every", "seed", "sample", "profile_step", "max_skipped")
         problems += bound_problems(self, 0, *counts, "lora_rank", whole=True)
-        if self.seed >= 1 << 43:  # generators take 64 bits, and ranks have seeds of their own
+        if self.seed >= 1 << 43:  # generators take 64 bits, and each rank has another seed
             problems.append(f"seed={self.seed!r} must be less than 2**43")
         if 1e9 < self.timeout < math.inf:
             problems.append(f"timeout={self.timeout!r}: at most 1e9 seconds")
@@ -205,36 +210,44 @@ class TrainConfig:
             problems.append(f"final_bf16={self.final_bf16!r} is a fraction of the steps: 0 to 1")
         if self.final_bf16 and self.precision in ("auto", "fp32", "bf16"):
             problems.append(
-                f"final_bf16={self.final_bf16!r} ends steps in fp8, and precision="
-                f"{self.precision!r} has none: choose a precision in fp8, or leave it out"
+                f"final_bf16={self.final_bf16!r} ends a run in fp8, and precision="
+                f"{self.precision!r} is not fp8: choose a precision in fp8, or leave it out"
             )
         if not 0 < self.held_out <= 0.5:
             problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
         problems += choice_problems(self)
         if not problems and self.model.num_experts % self.ep:
             problems.append(
-                f"ep={self.ep} does not divide the {self.model.num_experts} experts of the model: "
-                f"every rank holds as many; choose a divisor"
+                f"ep={self.ep} does not divide the {self.model.num_experts} experts of the model, "
+                f"and every rank holds the same number: choose a divisor"
             )
         elif not problems and self.ep > 1 and not self.model.num_experts:
             problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
-        if self.module is not None and (self.tp > 1 or self.ep > 1):
-            problems.append(f"module={self.module!r} is not cut: leave tp and ep at 1")
-        if self.module is not None and self.model.recompute in ("block", "pointwise"):
-            chosen = self.model.recompute
-            problems.append(f"model.recompute={chosen!r} is the GPT's: leave it out with a module")
-        if self.module is not None and self.documents == "apart":
-            problems.append("documents='apart' is the GPT's: leave it out with a module")
-        if self.module is not None and self.model.head_z_coefficient:
-            problems.append("model.head_z_coefficient is the GPT's: leave it at 0 with a module")
-        if self.module is not None and self.compile == "on":
-            problems.append("compile='on' is the GPT's: compile a module in its own function")
+        if self.module is not None:
+            problems += self._module_problems()
         if self.lora_rank and self.tp > 1:
-            problems.append(f"lora_rank={self.lora_rank}: tp is for runs that train all")
+            problems.append(f"lora_rank={self.lora_rank} does not work with tp: leave tp at 1")
         return problems or tensor_parallel_problems(self.model, self.tp)
 
+    def _module_problems(self) -> list[str]:
+        """The settings that only the GPT has, and that are set beside ``module``."""
+        problems = []
+        if self.tp > 1 or self.ep > 1:
+            problems.append(f"module={self.module!r} cannot be cut: leave tp and ep at 1")
+        if self.model.recompute in ("block", "pointwise"):
+            recompute = self.model.recompute
+            problems.append(f"model.recompute={recompute!r} is the GPT's: leave it out with module")
+        if self.documents == "apart":
+            problems.append("documents='apart' is the GPT's: leave it out with module")
+        if self.model.head_z_coefficient:
+            problems.append("model.head_z_coefficient is the GPT's: leave it at 0 with module")
+        if self.compile == "on":
+            problems.append("compile='on' is the GPT's: compile a module in its own function")
+        return problems
+
     def check_resume(self, saved: TrainConfig, step: int) -> None:
-        """Raise if this configuration cannot resume a run of the ``saved`` one after ``step``."""
+        """Raise if this configuration cannot resume a run with the configuration ``saved`` after
+        ``step``."""
         different = [
             f"{name}={getattr(self, name)!r} (saved: {getattr(saved, name)!r}; {reason})"
             for name, reason in FIXED.items()
@@ -242,8 +255,8 @@ class TrainConfig:
         ]
         before = dataclasses.replace(self, warmup=saved.warmup)
         if self != before and self.factor(step) == before.factor(step):
-            past = f"saved: {saved.warmup}; learning rates have risen before step {step}"
-            different.append(f"warmup={self.warmup} ({past})")
+            reason = f"saved: {saved.warmup}; the warmup ended before step {step}"
+            different.append(f"warmup={self.warmup} ({reason})")
         if different:
             raise ValueError(
                 f"a resumed run cannot change to {', '.join(different)}: keep the saved value, or "
@@ -258,9 +271,9 @@ class TrainConfig:
         return dataclasses.replace(chosen, compute=(REPLICATE,) * chosen.num_axes)
 
     def compiles(self, device: str) -> bool:
-        """Whether the model runs through torch.compile on this type of device. ``auto`` leaves
-        modules of other origin as they are, and tensor parallelism, whose compiled blocks ran on
-        CPU ranks only."""
+        """Whether the model runs through torch.compile on this type of device. ``auto`` does not
+        compile a ``module`` of the user, nor with tensor parallelism, whose compiled blocks were
+        tested on CPU ranks only."""
         if self.compile == "auto":
             return device == "cuda" and self.tp == 1 and self.module is None
         return self.compile == "on"
@@ -283,17 +296,17 @@ class TrainConfig:
 
     @property
     def unreached(self) -> str:
-        """One line where learning rates never come near what was asked for; else empty."""
-        most = max(self.factor(step) for step in range(min(self.steps, self.warmup or 1)))
-        if most >= 0.9:  # a decay over all steps begins in the warmup
+        """A warning if the learning rates never come near their full values; else empty."""
+        highest = max(self.factor(step) for step in range(min(self.steps, self.warmup or 1)))
+        if highest >= 0.9:  # a decay over all steps begins in the warmup
             return ""
         return (
             f"learning rates rise for warmup={self.warmup} of steps={self.steps} and reach "
-            f"{100 * most:.0f} % of lr and matrix_lr: choose a shorter --warmup, or more --steps"
+            f"{100 * highest:.0f} % of lr and matrix_lr: choose a shorter --warmup, or more --steps"
         )
 
     def data_ranks(self, world_size: int) -> int:
-        """The number of ranks with sequences of their own; ``tp`` neighbours have the same."""
+        """The number of ranks that read different sequences; ``tp`` neighbours read the same."""
         if world_size % self.tp:
             raise ValueError(
                 f"tp={self.tp} does not divide {world_size} ranks: choose a divisor, or another "
@@ -302,30 +315,30 @@ class TrainConfig:
         return world_size // self.tp
 
     def mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """The data-parallel axes of the mesh and their sizes, outer to inner. With ``tp`` there is
-        one more inside of them, of that size."""
+        """The data-parallel axes of the mesh and their sizes, outer to inner. The axis ``tp``, if
+        any, is inside of them."""
         world_size = self.data_ranks(world_size)
         if self.placements.num_axes == 1:
             if self.replicas is not None:
                 raise ValueError(
-                    f"replicas={self.replicas} belongs to hsdp and hfsdp; {self.strategy} has no "
-                    f"outer axis: leave it out"
+                    f"replicas={self.replicas} works with hsdp and hfsdp only; {self.strategy} has "
+                    f"no outer axis: leave it out"
                 )
             return {"dp": world_size}
         replicas = self.replicas or (num_nodes if num_nodes > 1 else min(2, world_size))
         if world_size % replicas:
             raise ValueError(
-                f"{world_size} ranks do not fall into {replicas} replicas for {self.strategy}: use "
-                f"a number of ranks that {replicas} divides, or set replicas to a divisor of "
+                f"{world_size} ranks cannot form {replicas} replicas for {self.strategy}: use a "
+                f"number of ranks that {replicas} divides, or set replicas to a divisor of "
                 f"{world_size}"
             )
         return {"dp_outer": replicas, "dp": world_size // replicas}
 
     def expert_mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """The mesh of the experts: the same axes, the inner one split into ``dp`` and ``ep``.
+        """The mesh of the experts: the same axes, with the inner axis split into ``dp`` and ``ep``.
 
-        Ranks that differ on ``ep`` hold other experts; on the other axes, replicas or shards of
-        the same experts.
+        Ranks along ``ep`` hold different experts. Ranks along the other axes hold replicas or
+        shards of the same experts.
         """
         shape = self.mesh_shape(world_size, num_nodes)
         if shape["dp"] % self.ep:
@@ -337,7 +350,7 @@ class TrainConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """A number; 1 while ``auto`` is not decided."""
+        """``microbatches`` as a number; 1 while it is "auto"."""
         return self.microbatches if isinstance(self.microbatches, int) else 1
 
     def share(self, world_size: int) -> int:
@@ -346,10 +359,10 @@ class TrainConfig:
         pieces = world_size * self.num_microbatches
         if self.batch % pieces:
             lower = self.batch // pieces * pieces
-            near = " or ".join(str(n) for n in (lower, lower + pieces) if n)
+            nearest = " or ".join(str(n) for n in (lower, lower + pieces) if n)
             raise ValueError(
                 f"a batch of {self.batch} sequences cannot be cut evenly over {world_size} ranks "
-                f"x {self.num_microbatches} microbatches: use --batch {near}, or other numbers"
+                f"x {self.num_microbatches} microbatches: use --batch {nearest}, or other numbers"
             )
         return self.batch // pieces
 
@@ -364,3 +377,29 @@ class TrainConfig:
         if unknown:
             raise ValueError(f"configuration values {unknown} are not known to this version")
         return cls(**values)
+
+
+def changed(config: T, changes: Mapping[str, Any]) -> T:
+    """The dataclass ``config`` with some values replaced; a mapping changes a dataclass inside."""
+    values = {
+        name: changed(getattr(config, name), value)
+        if isinstance(value, Mapping) and getattr(config, name) is not None
+        else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
+def refuse_idle(config: TrainConfig, changes: Mapping[str, Any]) -> None:
+    """Raise if one of the ``changes`` that led to ``config`` has no effect there."""
+    values = flattened(config.to_json())
+    hugging_face = (config.module or "").startswith("hf:")  # its config.json describes the model
+    for name, value in flattened(changes).items():
+        other, idle = IDLE.get(name, ("", ()))
+        if hugging_face and name.startswith("model.") and name != "model.context":
+            other, idle = "module", (config.module,)
+        if other and values[other] in idle:
+            raise ValueError(
+                f"{name}={value!r} has no effect with {other}={values[other]!r}: leave it out, or "
+                f"choose another {other}"
+            )

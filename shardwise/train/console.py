@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Console: the progress of a run, a live bar on a terminal and in a notebook with ipywidgets, plain
-lines elsewhere."""
+"""Console: prints the progress of a run. Draws a live bar on a terminal or in a notebook with
+ipywidgets, and prints plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwise.train.events import Event
 from shardwise.words import count_text
 
 LINES = 30  # plain lines for a whole run, about
-PLAIN = {  # events of one line
-    "save": "saved    {path} (training stood still for {stalled:.2f} s)",
+PLAIN = {  # events that are printed as one line
+    "save": "saved    {path} (training waited {stalled:.2f} s)",
     "note": "note     {text}",
     "warning": "warning  {text}",
     "stop": "stopping after step {step}: {reason}",
@@ -28,7 +28,7 @@ BAR = 16  # columns; half of it on a narrow terminal
 
 
 class _Out(RichConsole):
-    """A console that raises ``OSError`` where rich ends the process: on a broken pipe."""
+    """A console that raises ``OSError`` on a broken pipe; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -57,7 +57,7 @@ class Console:
             elif show is not None:
                 show(event)
         except OSError:
-            # The terminal or the reader of the pipe is gone; drop what rich still holds.
+            # The terminal or the reader of the pipe is gone: drop the text that rich has buffered.
             self.out, self._progress = self._open(), None
             raise
 
@@ -66,7 +66,7 @@ class Console:
 
     @property
     def _live(self) -> bool:
-        """Whether a bar can be drawn over: on a terminal, and in a notebook that has widgets."""
+        """Whether a bar can be redrawn: on a terminal, and in a notebook that has widgets."""
         return self.out.is_terminal or (self.out.is_jupyter and find_spec("ipywidgets") is not None)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Console:
         if weights := event.get("weights"):
             say(
                 f"weights  {weights['stored']} of {weights['parameters']} parameters in "
-                f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; bf16:"
+                f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; in bf16:"
             )
             for why, names in weights["kept"].items():
                 say(f"         {', '.join(names)}: {why}")
@@ -102,7 +102,7 @@ class Console:
 
     def _resume(self, event: Event) -> None:
         if event["path"] is None:
-            self.say("anew     the run that was begun here ended before its first checkpoint")
+            self.say("restart  the run in this folder ended before its first checkpoint")
         else:
             self.say(f"resumed  {event['path']} after step {event['step']}")
 
@@ -130,7 +130,7 @@ class Console:
     def _sample(self, event: Event) -> None:
         self.close()
         self.say("")
-        self.say("a sample of what the model writes:")
+        self.say("a text that the model generates:")
         for line in event["text"].splitlines():
             self.say("    " + line)
         self.say("")
@@ -165,9 +165,9 @@ class Console:
 
 
 def _figures(event: Event, room: int | None = None) -> str:
-    """The figures of a step in one line; in a narrow ``room`` the more important ones."""
+    """The figures of a step in one line; only the more important figures in a narrow ``room``."""
     bits, mfu, load = (event.get(key) for key in ("bits_per_byte", "mfu", "expert_load_max"))
-    # In the order of the line; the numbers say which one goes first where there is no room.
+    # (priority, text), in the order of the line. Without room, the highest number is dropped first.
     parts = [
         (0, f"loss {event['loss']:.3f}"),
         (1, None if bits is None else f"{bits:.2f} bits/byte"),
@@ -177,7 +177,7 @@ def _figures(event: Event, room: int | None = None) -> str:
         (4, f"{event['memory'] / 2**30:.2f} GiB"),
         (6, None if load is None else f"expert load {load:.1f}x"),
     ]
-    kept = {order: text for order, text in sorted(parts) if text is not None}
-    while room is not None and len(kept) > 1 and len("  ".join(kept.values())) > room:
-        kept.popitem()
-    return "  ".join(text for order, text in parts if order in kept and text is not None)
+    kept = [(priority, text) for priority, text in parts if text is not None]
+    while room is not None and len(kept) > 1 and len("  ".join(text for _, text in kept)) > room:
+        kept.remove(max(kept))
+    return "  ".join(text for _, text in kept)

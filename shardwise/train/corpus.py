@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corpus: documents of text; the tokens to train on, the tokens held out, and what a loss on them
-means per byte.
+"""Corpus: documents of text; tokens to train on and tokens held out; a loss per token as bits per
+byte.
 
-stdlib               the standard library's sources, without tests and tables: about 9 MB
-stdlib+torch         the same and torch's sources: about 50 MB
-PATH, DIRECTORY/, "GLOB*.txt"       text files, one document each
+stdlib               the sources of the standard library, without tests and tables: about 9 MB
+stdlib+torch         the same and the sources of torch: about 50 MB
+PATH, DIRECTORY/, "GLOB*.txt"       text files; each is a document
 hf:NAME[:CONFIG[:SPLIT]]            rows of a dataset, streamed (an extra)
 
-Documents are held out whole, chosen by a hash of their names, so that no function is trained on
-from its third line on and the choice survives new neighbours. A corpus of few, large documents
-holds out the end of its longest one instead. :mod:`shardwise.train.sources` makes a corpus from
-what a user names.
+Whole documents are held out, so that held-out text is never the end of a text that was trained on.
+They are chosen by a hash of their names, so that new documents do not change the choice. A corpus
+of a few large documents holds out the end of the longest document instead.
+:mod:`shardwise.train.sources` makes a corpus from the argument of ``--data``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from shardwise.train.tokens import CHUNK, MAGIC, DataError, Tokens, is_token_fil
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "held_out"]
-# Some Pythons come without tests; encodings and topics are tables rather than text.
+# Folders of tables, and folders that some installations of Python lack.
 _NOT_TEXT = {"encodings", "pydoc_data", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
-_NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-_SHOWN = 3  # names of each kind
-# gzip, bzip2, xz, Zstandard, zip, LZ4, 7z: a short file of them may hold no zero byte.
+_OTHER = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+_SHOWN = 3  # names of files that a warning shows, for each reason
+# gzip, bzip2, xz, Zstandard, zip, LZ4, 7z: a short file in such a format may contain no zero byte.
 _PACKED = re.compile(
     rb"\x1f\x8b|BZh.1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04|\x04\x22M\x18|7z\xbc\xaf", re.S
 )
@@ -59,13 +59,13 @@ class Document:
 
 
 def read_documents(spec: str) -> list[Document]:
-    """The documents that ``spec`` names, in an order that no file system decides."""
+    """The documents of ``spec``, in an order that does not depend on the file system."""
     if spec in ("stdlib", "stdlib+torch"):
         documents = list(stdlib_documents())
         if spec == "stdlib+torch":
-            found = importlib.util.find_spec("torch")  # without importing it
-            assert found is not None and found.origin is not None
-            documents += _sources("torch", Path(found.origin).parent, _NOT_OURS)
+            torch_spec = importlib.util.find_spec("torch")  # does not import torch
+            assert torch_spec is not None and torch_spec.origin is not None
+            documents += _sources("torch", Path(torch_spec.origin).parent, _OTHER)
         return documents
     if spec.startswith("hf:"):
         return list(dataset_documents(spec))
@@ -73,38 +73,40 @@ def read_documents(spec: str) -> list[Document]:
 
 
 def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
-    """Every ``.py`` of the standard library that is text and part of each installation."""
+    """Every ``.py`` of the standard library that is text and part of every installation."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    documents = _sources("stdlib", folder, _NOT_OURS | _NOT_TEXT)
+    documents = _sources("stdlib", folder, _OTHER | _NOT_TEXT)
     if not documents:
-        why = "it is zipped" if folder.suffix == ".zip" or folder.is_file() else "only compiled"
+        reason = "it is zipped" if folder.suffix == ".zip" or folder.is_file() else "only compiled"
         raise DataError(
-            f"this Python has no readable sources of its standard library in {folder} ({why}, or "
-            f"stripped): name other data, for example --data 'texts/*.txt'"
+            f"this Python has no readable sources of its standard library in {folder} ({reason}, "
+            f"or stripped): name other data, for example --data 'texts/*.txt'"
         )
     yield from documents
 
 
 def _sources(prefix: str, folder: Path, without: set[str]) -> list[Document]:
-    found = []
+    named = []
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
         if not without.intersection(parts):
-            found.append(("/".join((prefix, *parts)), path))
-    return _read(sorted(found))
+            named.append(("/".join((prefix, *parts)), path))
+    documents = (Document(name, read_file(path)) for name, path in sorted(named))
+    return [document for document in documents if document.data]
 
 
 def file_documents(spec: str) -> list[Document]:
-    """One document per text file; what is no text is passed over, and told."""
+    """A document for each text file. Other files are left out, with a warning."""
     paths, left = find_files(spec)
-    # Names from the nearest directory that holds all: data moved elsewhere are the same data.
-    above = os.path.commonpath([one.parent for one in paths]) if paths else spec
-    found = sorted((one.relative_to(above).as_posix(), one) for one in paths)
-    if lines := next((name for name, _ in found if name.endswith((".jsonl", ".ndjson"))), None):
-        text = "%s: %s is read as it is, JSON and all: make tokens of its texts (shardwise data)"
-        warn_once(logger, text, spec, lines)
+    # Names are relative to the nearest common folder, so that moved data are the same data.
+    above = os.path.commonpath([path.parent for path in paths]) if paths else spec
+    named = sorted((path.relative_to(above).as_posix(), path) for path in paths)
+    json_lines = [name for name, _ in named if name.endswith((".jsonl", ".ndjson"))]
+    if json_lines:
+        text = "%s: %s is read as plain text, with its JSON: make tokens of its texts with "
+        warn_once(logger, text + "shardwise data", spec, json_lines[0])
     documents = []
-    for name, path in found:
+    for name, path in named:
         data = read_file(path)
         if data.startswith(MAGIC):
             raise DataError(f"{spec!r} holds text and a token file, {path}: name one kind alone")
@@ -114,16 +116,16 @@ def file_documents(spec: str) -> list[Document]:
             documents.append(Document(name, data))
     if not documents:
         raise DataError(
-            f"{spec!r} holds no text ({left if left.found else 'no file'}): name text files, a "
+            f"{spec!r} holds no text ({left if left.paths else 'no file'}): name text files, a "
             f"token file by itself, or make tokens of .jsonl.gz and .parquet (shardwise data)"
         )
-    left.tell()
+    left.warn()
     return documents
 
 
 def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
-    """Rows of a `datasets` dataset as they come, from number ``first`` on: its column ``text``, or
-    its only column of strings."""
+    """The rows of a `datasets` dataset in order, from number ``first`` on: the column ``text``, or
+    the only column of strings."""
     name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
         raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
@@ -155,11 +157,6 @@ def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
         warn_once(logger, text, spec, without, count + without, column, about=spec)
 
 
-def _read(found: Iterable[tuple[str, Path]]) -> list[Document]:
-    documents = (Document(name, read_file(path)) for name, path in found)
-    return [document for document in documents if document.data]
-
-
 # ------------------------------------------------------------------------------ files
 
 
@@ -168,49 +165,53 @@ class LeftOut:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.found: dict[str, list[Path]] = {}
+        self.paths: dict[str, list[Path]] = {}
 
     def add(self, reason: str, path: Path) -> None:
-        self.found.setdefault(reason, []).append(path)
+        self.paths.setdefault(reason, []).append(path)
 
     def __str__(self) -> str:
         return ", ".join(
             f"{len(paths)} {reason} ({', '.join(self._names(paths))})"
-            for reason, paths in sorted(self.found.items())
+            for reason, paths in sorted(self.paths.items())
         )
 
     def _names(self, paths: list[Path]) -> list[str]:
         above = Path(self.source).expanduser()
-        near = [one.relative_to(above) if above in one.parents else one for one in paths]
-        return [*sorted(map(str, near))[:_SHOWN], *["..."][: len(paths) > _SHOWN]]
+        names = sorted(
+            str(path.relative_to(above) if above in path.parents else path) for path in paths
+        )
+        return names if len(names) <= _SHOWN else [*names[:_SHOWN], "..."]
 
-    def tell(self) -> None:
-        """Warn once, on one rank, if anything was left out."""
-        if self.found:
+    def warn(self) -> None:
+        """Warn once, on one rank, if any file was left out."""
+        if self.paths:
             warn_once(logger, "%s: not read: %s", self.source, str(self))
 
 
 def find_files(source: str) -> tuple[list[Path], LeftOut]:
-    """The files that ``source`` names, in an order that no file system decides, and those in its
-    folders that are not read: hidden ones, links to folders, what is no regular file."""
+    """The files of ``source``, in an order that does not depend on the file system, and the files
+    in its folders that are not read: hidden files, links to folders, files that are not regular."""
     path, left = Path(source).expanduser(), LeftOut(source)
     if path.is_file():
         return [path], left
     if path.is_dir():
         return _below(path, left), left
-    files = set()  # "**/**" finds one more than once
-    for one in sorted({Path(name) for name in glob.glob(str(path), recursive=True)}):
-        if one.is_file():
-            files.add(one)
-        elif not (one.is_dir() and "**" in source):  # its files were found too
-            left.add("folder" if one.is_dir() else "no regular file", one)
+    files = []
+    for match in sorted({Path(name) for name in glob.glob(str(path), recursive=True)}):
+        if match.is_file():
+            files.append(match)
+        elif not match.is_dir():
+            left.add("no regular file", match)
+        elif "**" not in source:  # else its files match, too
+            left.add("folder", match)
     if not files:
         raise DataError(
             f"{source!r} names no data: there is no such file or directory and the pattern matches "
-            f"{left if left.found else 'nothing'}; give a text, .jsonl or .parquet file, a "
+            f"{left if left.paths else 'nothing'}; give a text, .jsonl or .parquet file, a "
             f"directory, a quoted pattern, a .bin token file, stdlib, stdlib+torch or hf:NAME"
         )
-    return sorted(files), left
+    return files, left
 
 
 def _below(folder: Path, left: LeftOut) -> list[Path]:
@@ -218,29 +219,29 @@ def _below(folder: Path, left: LeftOut) -> list[Path]:
         raise DataError(f"{error.filename} cannot be read ({error.strerror}): permit it") from None
 
     files: list[Path] = []
-    for at, folders, names in os.walk(folder, onerror=stop):
+    for parent, folders, names in os.walk(folder, onerror=stop):
         for name in [*folders, *names]:
-            one = Path(at, name)
+            path = Path(parent, name)
             if name.startswith("."):
-                left.add("hidden", one)
-            elif one.is_dir():
-                if one.is_symlink():
-                    left.add("link to a folder", one)
-            elif one.is_file():
-                files.append(one)
+                left.add("hidden", path)
+            elif path.is_dir():
+                if path.is_symlink():
+                    left.add("link to a folder", path)
+            elif path.is_file():
+                files.append(path)
             else:
-                left.add("no regular file", one)
+                left.add("no regular file", path)
         folders[:] = [name for name in folders if not name.startswith(".")]
     return sorted(files)
 
 
 def files_of(source: str) -> list[Path]:
-    """The files that ``source`` names, in order; in a directory without hidden ones."""
+    """The files of ``source`` in order, see :func:`find_files`."""
     return find_files(source)[0]
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file; it is named where it cannot be read."""
+    """The bytes of a file. The error names a file that cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -250,7 +251,7 @@ def read_file(path: Path) -> bytes:
 
 
 def not_text(data: bytes) -> str | None:
-    """Why these are not the bytes of a text; None where they are."""
+    """The reason why these bytes are no text, or None."""
     if not data:
         return "empty"
     if _PACKED.match(data):
@@ -261,17 +262,18 @@ def not_text(data: bytes) -> str | None:
 
 
 def refuse_twice(sources: Iterable[str], files: Callable[[str], list[Path]] = files_of) -> None:
-    """Raise where several sources name one file: it would be drawn more often than anybody asked
-    for, and one source may train on what another holds out."""
+    """Raise if several sources contain the same file: it would be drawn too often, and a source
+    might train on text that another source holds out."""
     first: dict[Path, tuple[int, str]] = {}
-    for named in enumerate(sources):
-        for file in files(named[1]):
-            if (other := first.setdefault(file.resolve(), named)) != named:
-                raise DataError(f"{file} is in {other[1]!r} and in {named[1]!r}: name it once")
+    for number, source in enumerate(sources):
+        for file in files(source):
+            other_number, other = first.setdefault(file.resolve(), (number, source))
+            if other_number != number:
+                raise DataError(f"{file} is in {other!r} and in {source!r}: name it once")
 
 
 def token_files(source: str) -> list[Path]:
-    """The token files that a source names, in the order of their names; none if it is text."""
+    """The token files of a source, in the order of their names; empty if the source is text."""
     path = Path(source).expanduser()
     if path.is_dir():
         return sorted(filter(is_token_file, path.glob("*.bin")))
@@ -279,24 +281,24 @@ def token_files(source: str) -> list[Path]:
         return [path]
     if path.is_file():
         return [path] if is_token_file(path) else []
-    found = sorted(Path(one) for one in glob.glob(str(path), recursive=True))
-    return found if found and all(map(is_token_file, found)) else []
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    return matches if all(map(is_token_file, matches)) else []
 
 
-def tell_beside_tokens(source: str, files: list[Path]) -> None:
-    """Warn of files in a folder of token files that are neither ``files`` nor their tokenizer's."""
+def warn_beside_tokens(source: str, files: list[Path]) -> None:
+    """Warn of files in a folder of token files that are neither ``files`` nor of a tokenizer."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return
-    others, left = find_files(source)
-    for one in others:
-        if one not in files and (one.parent != folder or one.name not in BESIDE_TOKENS):
-            left.add("no token file" if one.parent == folder else "in folders below", one)
-    left.tell()
+    paths, left = find_files(source)
+    for path in paths:
+        if path not in files and (path.parent != folder or path.name not in BESIDE_TOKENS):
+            left.add("no token file" if path.parent == folder else "in folders below", path)
+    left.warn()
 
 
 def named_files(source: str) -> list[Path]:
-    """The files that a source names; none where it is no file. Raises where there are none."""
+    """The files of a source; empty if it is a dataset or stdlib. Raises if there are no files."""
     if source in ("stdlib", "stdlib+torch") or source.startswith("hf:"):
         return []
     return token_files(source) or files_of(source)
@@ -315,30 +317,30 @@ class Corpus:
     vocab_size: int  # the number of different tokens
     sha256: str  # of the text (or of the token file): equal digests mean equal data
     codec: Codec | None = None  # None for tokens of an unknown tokenizer
-    # Of text, of several sources with weights as they are drawn; None where unknown.
+    # Bytes of text of the tokens, None if unknown. Sources with weights count by their weights.
     train_bytes: int | None = None
     held_out_bytes: int | None = None
-    # Lengths of the stretches of ``train`` that came from several sources, each with the fraction
-    # of all samples that is drawn there; empty: drawn as they are.
+    # For sources with weights: the length of each source's stretch of ``train``, and the fraction
+    # of all samples that are drawn there.
     shares: tuple[tuple[int, float], ...] = ()
-    # The tokens of each epoch, as many as ``train``, where they come as a stream.
+    # Of a stream: returns the tokens of an epoch, as many as ``train``.
     volumes: Callable[[int], Tokens] | None = None
 
     def __post_init__(self) -> None:
         for part in ("train", "held_out"):
             if len(getattr(self, part)) < 2:
                 raise DataError(
-                    f"{self.name!r} leaves {len(getattr(self, part))} tokens for {part}: at least "
-                    f"2 are needed, one to read and one to guess; give more text"
+                    f"{self.name!r} leaves {len(getattr(self, part))} tokens for {part}, and at "
+                    f"least 2 are needed, one to read and one to predict: give more text"
                 )
         if len(self.held_out) < 8 and self.codec and not num_bytes(self.codec, self.held_out[1:]):
             raise DataError(
-                f"{self.name!r} leaves {len(self.held_out)} tokens for held_out, and the text ends "
-                f"there: nothing is left to guess. Give more text, or a larger held_out"
+                f"{self.name!r} leaves {len(self.held_out)} tokens for held_out, and no text to "
+                f"predict among them: give more text, or a larger held_out"
             )
 
     def bytes_per_token(self, split: Split = "held_out") -> float | None:
-        """Mean bytes of a token; ``None`` where the bytes are unknown."""
+        """Mean bytes of a token; ``None`` if unknown."""
         count = self.train_bytes if split == "train" else self.held_out_bytes
         tokens = self.train if split == "train" else self.held_out
         return None if count is None else count / len(tokens)
@@ -346,11 +348,11 @@ class Corpus:
     def bits_per_byte(
         self, loss: float, split: Split = "held_out", scored: Tokens | None = None
     ) -> float:
-        """Bits per byte of a loss in nats per token; per token where the bytes are unknown
-        (see ``unit``).
+        """A loss in nats per token as bits per byte, or bits per token if the number of bytes is
+        unknown (see ``unit``).
 
-        The mean length of a part's tokens holds for the whole part. Where some tokens were scored,
-        ``scored`` (:attr:`HeldOut.scored`) gives the exact figure.
+        This uses the mean length of all tokens of the split. If only some tokens were scored, pass
+        them as ``scored`` (:attr:`HeldOut.scored`) for the exact figure.
         """
         length = self.bytes_per_token(split) or 1.0
         if scored is not None and self.codec is not None:
@@ -363,12 +365,12 @@ class Corpus:
 
     @property
     def field(self) -> str:
-        """The name of ``bits_per_byte`` in events: no reader takes bits of a token for a byte's."""
+        """The name of ``bits_per_byte`` in events: "bits_per_token" if bytes are unknown."""
         return self.unit.replace("/", "_per_")
 
 
 def digest_of(documents: Sequence[Document]) -> str:
-    """The sha256 of names, lengths and contents; the lengths keep neighbours apart."""
+    """The sha256 of names, lengths and contents of documents."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(f"{document.name}\0{len(document.data)}\0".encode())
@@ -385,7 +387,7 @@ def hold_out(
     wanted = fraction * sum(len(document.data) for document in documents)
     held: set[str] = set()
     size = 0
-    for document in sorted(documents, key=lambda one: hashlib.sha256(one.name.encode()).digest()):
+    for document in sorted(documents, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
         if size >= wanted:
             break
         if size + len(document.data) <= 1.25 * wanted:
@@ -398,16 +400,17 @@ def hold_out(
 
 
 def warn_of_held_out(name: str, parts: Sequence[tuple[list[Document], list[Document]]]) -> None:
-    """Warn of text that is held out and trained on all the same: copies, under other names."""
-    trained = {one.data for train, _ in parts for one in train}
-    held = [one for _, those in parts for one in those]
-    copies = [one for one in held if one.data in trained]
-    share = sum(len(one.data) for one in copies) / max(1, sum(len(one.data) for one in held))
-    if share > 0.01:  # files of a line or two are alike everywhere
+    """Warn if held-out documents are also trained on: copies under other names."""
+    trained = {document.data for train, _ in parts for document in train}
+    held = [document for _, held_out in parts for document in held_out]
+    copies = [document for document in held if document.data in trained]
+    size = sum(len(document.data) for document in held)
+    share = sum(len(document.data) for document in copies) / max(1, size)
+    if share > 0.01:  # tiny files are often equal
         warn_once(
             logger,
-            "%s: %d of %d documents that are held out (%.0f %% of their bytes; %r for one) are "
-            "also trained on, word for word: the held-out loss comes out too low. Remove copies",
+            "%s: %d of %d documents that are held out (%.0f %% of their bytes; for example %r) are "
+            "also trained on, word for word: the held-out loss will be too low. Remove copies",
             *(name, len(copies), len(held), 100 * share, copies[0].name),
         )
 
@@ -415,26 +418,27 @@ def warn_of_held_out(name: str, parts: Sequence[tuple[list[Document], list[Docum
 def _cut_the_longest(
     documents: Sequence[Document], wanted: float
 ) -> tuple[list[Document], list[Document]]:
-    longest = max(documents, key=lambda one: len(one.data))
-    at = max(1, len(longest.data) - math.ceil(wanted))
-    line = longest.data.rfind(b"\n", 0, at)  # cut at the end of a line, if one is near
-    at = line + 1 if 0 < line and at - line <= wanted else at
-    head = Document(longest.name, longest.data[:at])
-    tail = Document(f"{longest.name} (end)", longest.data[at:])
+    longest = max(documents, key=lambda document: len(document.data))
+    cut = max(1, len(longest.data) - math.ceil(wanted))
+    newline = longest.data.rfind(b"\n", 0, cut)
+    if 0 < newline and cut - newline <= wanted:
+        cut = newline + 1  # the end of a line that is near
+    head = Document(longest.name, longest.data[:cut])
+    tail = Document(f"{longest.name} (end)", longest.data[cut:])
     return [head if document is longest else document for document in documents], [tail]
 
 
 # ------------------------------------------------------------------------------ references
 
-_MOST = 16 << 20  # symbols counted, about: more take seconds of every start
+_MOST = 16 << 20  # symbols to count, about: more would take seconds at every start
 
 
 def references_of(corpus: Corpus) -> dict[str, float]:
-    """Bits per byte of simple models on the held-out text, to compare a loss with; none for tokens
-    whose bytes are unknown. Ends of documents are included, as in the model's own figure: they are
-    guessed, and are no byte.
+    """Bits per byte of simple models on the held-out text, to compare a loss with; empty if the
+    bytes of tokens are unknown. As in the figure of the trained model, ends of documents are
+    predicted, but do not count as bytes.
 
-        unigram   a model that knows how frequent bytes are in the training text
+        unigram   a model that knows the frequencies of bytes in the training text
         bigram    a model that also knows the byte before, backed off to the unigram
         zlib      the held-out text compressed at level 9
     """
@@ -446,7 +450,7 @@ def references_of(corpus: Corpus) -> dict[str, float]:
     num_bytes = np.count_nonzero(held_out != END)
     pairs, tested = count_pairs(train), count_pairs(held_out)
 
-    single = pairs.sum(0) + 1.0  # every symbol once more: no probability is 0
+    single = pairs.sum(0) + 1.0  # one more of every symbol, so that no probability is 0
     single /= single.sum()
     before = pairs.sum(1, keepdims=True)
     double = (pairs + single) / (before + 1.0)

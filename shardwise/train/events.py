@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a run: one JSON object a line in ``events.jsonl``, and other sinks.
+"""Events of a run: a JSON object per line in ``events.jsonl``, and other sinks.
 
 {"kind": "run",    "config": {...}, "corpus": {...}, "world_size": 2, "versions": {...}, ...}
 {"kind": "step",   "step": 12, "loss": 2.9, "bits_per_byte": 4.2, "grad_norm": 0.7, ...}
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "fp8",    "step": 50, "values": 9437184, "underflows": 120, "undefined": 0}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
-                   on the disk by now; training stood still for so many seconds
+                   the checkpoint is on the disk; training waited for ``stalled`` seconds
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
-{"kind": "resume", "step": 100, "path": ...}         null: begun anew, nothing had been saved
+{"kind": "resume", "step": 100, "path": ...}         path null: begun again, nothing was saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
 {"kind": "profile", ...}  {"kind": "sample", "text": ...}  {"kind": "end", "reason": ...}
 """
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 
 class EventFile:
-    """Appends events to a file; each line is on its way to the disk when ``log`` returns.
+    """Appends events to a file. When ``log`` returns, the kernel has the line.
 
     An event that cannot be written is lost, but the file stays valid: the next event begins on a
     new line, also after a run that was killed.
@@ -56,14 +56,14 @@ class EventFile:
         if self._file is not None and not self.path.exists():
             if not self.path.parent.is_dir():
                 raise OSError(f"{self.path.parent} was removed or renamed")
-            self.close()  # the folder was made anew
+            self.close()  # the folder was removed and made again
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._torn = not _ends_a_line(self.path)
             self._file = self.path.open("ab", buffering=0)
         line = b"\n" * self._torn + line
         self._torn = True
-        while line:  # a disk that fills up takes a part, and raises when it is offered the rest
+        while line:  # a full disk takes a part, and raises at the next write
             line = line[self._file.write(line) :]
         self._torn = False
 
@@ -80,7 +80,7 @@ class EventFile:
 class Events:
     """Sends events to every sink, with the time.
 
-    Logging never ends a run: the first error of a sink is a warning, and the run goes on.
+    Logging never ends a run: the first error of a sink gives a warning, and the run continues.
     """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
@@ -107,8 +107,8 @@ class Events:
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
                 logger.warning(
-                    "rank 0, step %d: %s cannot be written (%s): the run goes on, and what is not "
-                    "written there is lost",
+                    "rank 0, step %d: %s cannot be written (%s): the run continues, and events "
+                    "that cannot be written there are lost",
                     self._step,
                     sink,
                     error,
@@ -128,7 +128,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _ends_a_line(path: Path) -> bool:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its reader
         raise OSError(f"{path} is no regular file")
     if not path.exists() or path.stat().st_size == 0:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders: where a run lies, which run a command means, and the lock on a folder.
+"""Run folders: the files of a run, the run that a command means, and the lock on a folder.
 
 runs/default/
   .lock  config.json  events.jsonl  loss.svg  report.html
@@ -45,9 +45,9 @@ LATEST = "latest"
 
 
 def new_folder(recipe: str, out: str | None, root: str = "runs") -> Path:
-    """A folder in which no run lies yet: the one that was named, or the next free name.
+    """A folder without a run: ``out``, or the next free name.
 
-    A run that ended before its first checkpoint gives way: it can't be resumed.
+    A run that ended before its first checkpoint does not count: it can't be resumed.
     """
     if out is not None:
         path = Path(out)
@@ -55,7 +55,7 @@ def new_folder(recipe: str, out: str | None, root: str = "runs") -> Path:
             raise ValueError(f"--out {out} is a file: name a directory for the run")
         if is_run(path) and not ended_unsaved(path):
             raise ValueError(
-                f"--out {out} holds a run already: go on with it (--resume), or name another folder"
+                f"--out {out} holds a run already: continue it (--resume), or name another folder"
             )
         return path
     name = _name(recipe)
@@ -72,11 +72,11 @@ def is_run(path: Path) -> bool:
 
 
 def ended_unsaved(path: Path) -> bool:
-    """Whether a run began here and was killed before its first checkpoint, so that it can only be
-    begun anew. Its process may still be alive: the lock tells.
+    """Whether a run began here and was killed before its first checkpoint, so that it can only
+    begin again. Its process may still be alive, which only the lock shows.
 
-    A checkpoint counts even if it is damaged; the temporary folder of a save does not. An empty
-    folder is that of a run killed before it had locked it.
+    A damaged checkpoint counts as a checkpoint; the temporary folder of a save does not. An empty
+    folder belongs to a run that was killed before it locked the folder.
     """
     if path.is_dir() and not os.listdir(path):
         return True
@@ -91,36 +91,36 @@ def ended_unsaved(path: Path) -> bool:
 def newest_folder(
     recipe: str, out: str | None, root: str = "runs", launch: str | None = None
 ) -> Path | None:
-    """The run to resume: the named one, or the newest of the recipe; with ``launch``, the newest
-    that this launch has begun."""
+    """The run to resume: ``out``, or the newest run of the recipe; with ``launch``, only runs that
+    this launch has begun count."""
     if out is not None:
         return Path(out)
     pattern = re.compile(re.escape(_name(recipe)) + r"(-\d+)?")
     written = LOCK if launch is not None else EVENTS
-    found = [
+    folders = [
         path
         for path in (Path(root).iterdir() if Path(root).is_dir() else ())
         if pattern.fullmatch(path.name) and (path / written).exists()
         if launch is None or last_holder(path).get("launch") == launch
     ]
-    return max(found, key=lambda path: (path / written).stat().st_mtime, default=None)
+    return max(folders, key=lambda path: (path / written).stat().st_mtime, default=None)
 
 
 def find_resume(
     recipe: str, out: str | None, resume: str, *, again: bool = False
 ) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path). For a run
-    that was killed before its first checkpoint: the one it was begun from, or None.
+    that was killed before its first checkpoint, this is the checkpoint that it began from, or None.
 
-    ``again``: these ranks were restarted, so the folder may hold their own checkpoints; they resume
-    from the newest of those, if any.
+    ``again``: these ranks were restarted. If they have saved a checkpoint in the folder, they
+    resume from the newest.
     """
     if resume == LATEST:
         folder = newest_folder(recipe, out)
         if folder is None:
             raise ValueError(
-                f"--resume: there is no run of recipe {recipe!r} under runs/: name it with --out "
-                f"FOLDER or --resume PATH"
+                f"--resume: there is no run of recipe {recipe!r} under runs/: name the run with "
+                f"--out FOLDER or --resume PATH"
             )
         if not folder.is_dir():
             raise ValueError(f"--resume: there is no run at {folder}: leave --resume out to begin")
@@ -138,13 +138,14 @@ def find_resume(
     chosen = home if out is None else Path(out)
     if chosen is None:
         raise ValueError(
-            f"--resume {resume} lies outside a run's folder: say with --out where to go on"
+            f"--resume {resume} is not inside the folder of a run: name a folder for the run "
+            f"with --out"
         )
     elsewhere = home is None or chosen.resolve() != home.resolve()
     if elsewhere and not again and is_run(chosen) and not ended_unsaved(chosen):
         raise ValueError(
-            f"--out {out} holds another run: go on with that one (--resume --out {out}), or "
-            f"name another folder"
+            f"--out {out} holds another run: continue that run (--resume --out {out}), or name "
+            f"another folder"
         )
     return chosen, newest_checkpoint(chosen) if again and _has_saved(chosen) else path
 
@@ -157,33 +158,36 @@ def _has_saved(folder: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The newest checkpoint of a run's folder; any other path stands for itself."""
+    """The newest valid checkpoint in the folder of a run; ``path`` itself if it is no run."""
     if not is_run(path):
         return path
-    found = valid_checkpoints(path / CHECKPOINTS)
-    if not found:
+    valid = valid_checkpoints(path / CHECKPOINTS)
+    if not valid:
         raise CheckpointError(f"{path / CHECKPOINTS} holds no valid checkpoint")
-    if len(found) < len(all_checkpoints(path)):
-        logger.warning("%s, the newest of those that are valid, is used", found[-1][0])
-    return found[-1][0]
+    if len(valid) < len(all_checkpoints(path)):
+        logger.warning("%s is used, the newest of the valid checkpoints", valid[-1][0])
+    return valid[-1][0]
 
 
 def all_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run's folder by name, damaged ones too; any other path stands for
-    itself."""
-    places = (path / CHECKPOINTS).iterdir() if (path / CHECKPOINTS).is_dir() else ()
-    found = sorted(place for place in places if NAME.fullmatch(place.name))
-    if not found and is_run(path):
-        raise CheckpointError(f"{path / CHECKPOINTS} holds no checkpoint")
-    return found if is_run(path) else [path]
+    """All checkpoints in the folder of a run by name, also damaged ones; ``path`` itself if it is
+    no run."""
+    if not is_run(path):
+        return [path]
+    folder = path / CHECKPOINTS
+    entries = folder.iterdir() if folder.is_dir() else ()
+    checkpoints = sorted(entry for entry in entries if NAME.fullmatch(entry.name))
+    if not checkpoints:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(TrainConfig):
-    """A run as ``config.json`` and the manifest of each of its checkpoints describe it."""
+    """The description of a run in ``config.json`` and in the manifests of its checkpoints."""
 
-    run: str | None = None  # a name, made when it began; None: a Trainer without a session
-    origin: str | None = None  # the checkpoint of another run that this one was begun from
+    run: str | None = None  # a name, made at its begin; None: a Trainer without a session
+    origin: str | None = None  # the checkpoint of another run that this run began from
 
     @staticmethod
     def new(config: TrainConfig, origin: Path | None = None) -> Run:
@@ -203,7 +207,7 @@ def saved_run(checkpoint: Path) -> Run:
 
 
 def begun_run(folder: Path) -> Run | None:
-    """The run that ``config.json`` describes; None where none was written."""
+    """The run that ``config.json`` describes; None if there is no such file."""
     path = folder / CONFIG
     try:
         return Run.from_json(parse_json(read_small(path, MAX_JSON_BYTES), CONFIG))
@@ -212,7 +216,7 @@ def begun_run(folder: Path) -> Run | None:
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): repair it, or remove it to resume with the "
-            f"configuration in the checkpoint, or begin anew without --resume"
+            f"configuration in the checkpoint, or begin a new run without --resume"
         ) from error
 
 
@@ -222,26 +226,26 @@ def _begun_from(folder: Path) -> Path | None:
 
 
 def lies_in(folder: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint stands among those of this run folder."""
+    """Whether a checkpoint is one of this run folder."""
     return checkpoint.resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
 def check_owner(folder: Path, run: Run, checkpoint: Path, *, or_older: bool) -> None:
-    """Raise if the checkpoint, or with ``or_older`` another one that might be loaded in its place,
-    was written by another run than the one that ``config.json`` describes."""
+    """Raise if another run than that of ``config.json`` wrote the checkpoint or, with ``or_older``,
+    a checkpoint that may be loaded in its place."""
     others = [path for path, _ in valid_checkpoints(folder / CHECKPOINTS)] if or_older else []
     for path in (checkpoint, *others):
         saved = saved_run(path)
         if saved.run != run.run:
             raise ValueError(
-                f"{path} was saved by another run ({saved.run or 'without a name'}) than the one "
+                f"{path} was saved by another run ({saved.run or 'without a name'}) than the run "
                 f"that {folder / CONFIG} describes ({run.run or 'without a name'}): move that "
-                f"checkpoint away, or begin a run of its own with --resume {path} --out FOLDER"
+                f"checkpoint away, or begin another run with --resume {path} --out FOLDER"
             )
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write ``config.json``: for people, and for a resume, which takes what was changed there."""
+    """Write ``config.json``, for people and for a resume: changes to the file take effect then."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
@@ -250,23 +254,22 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 class Home:
-    """The folder that a run writes to, as it was when the run began; for rank 0 (``first``), on
-    other ranks nothing happens."""
+    """The folder that a run writes to. Only rank 0 (``first``) writes; other ranks do nothing."""
 
     def __init__(self, folder: Path, codec: Codec | None, *, first: bool) -> None:
         self.folder, self._codec, self._first = folder, codec, first
         self._holder = last_holder(folder)
 
     def write(self, config: Mapping[str, Any]) -> None:
-        """Write what a resume, an export and ``shardwise generate`` look for."""
+        """Write the configuration and the tokenizer, for a resume, an export and ``generate``."""
         if self._first:
             write_config(self.folder, config)
         if self._first and self._codec is not None:
             write_codec(self.folder / TOKENIZER, self._codec)
 
     def make_anew(self, config: Mapping[str, Any]) -> str | None:
-        """Make and lock the folder again where it was removed or renamed since; returns a warning
-        then. Raises where another run has taken it."""
+        """If the folder was removed or renamed, make and lock it again, and return a warning. Raise
+        if another run has taken its name."""
         if not self._first:
             return None
         if (self.folder / EVENTS).exists():
@@ -274,23 +277,23 @@ class Home:
                 return None
             raise ValueError(
                 f"{self.folder} was removed or renamed, and belongs to another run now "
-                f"({describe(self.folder)}): this one saves nothing there. End one of them"
+                f"({describe(self.folder)}): this run saves nothing there. End one of the runs"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         RunLock(self.folder)  # until this process ends
         self._holder = last_holder(self.folder)
         self.write(config)
         return (
-            f"{self.folder} was removed or renamed while this run wrote there: it is made anew, "
-            f"and holds no checkpoint or event from before"
+            f"{self.folder} was removed or renamed during the run: it was made again, and holds no "
+            f"earlier checkpoint or event"
         )
 
 
 class Claim:
-    """A run's folder, made and locked by this process."""
+    """The folder of a run, made and locked by this process."""
 
     def __init__(self, folder: Path, *, new: bool) -> None:
-        """``new``: a folder that is there already is another run's (``FileExistsError``)."""
+        """``new``: raise ``FileExistsError`` if the folder exists, as it belongs to another run."""
         self.folder = folder
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         self._made = [] if is_run(folder) else [folder / CONFIG, folder / LOCK, *missing]
@@ -304,9 +307,9 @@ class Claim:
             raise _not_writable(folder, error) from error
 
     def undo(self) -> None:
-        """Remove what was made for a run that has not begun."""
+        """Remove the files and folders that were made, unless the run has begun."""
         for path in () if (self.folder / EVENTS).exists() else self._made:
-            with contextlib.suppress(OSError):  # it is in use, or holds cached tokens
+            with contextlib.suppress(OSError):  # it is in use, or contains cached tokens
                 path.rmdir() if path.is_dir() else path.unlink()
         self.release()
 
@@ -329,11 +332,11 @@ def _name(recipe: str) -> str:
 
 
 class RunLock:
-    """A lock (``flock``) on a run's folder: one run writes there at a time.
+    """A lock (``flock``) on the folder of a run: one run writes there at a time.
 
-    The first rank holds the lock from before it writes anything until its process ends; then the
-    kernel releases it, however the process ended. The file stays: only the lock counts. If another
-    process holds the lock, the ``ValueError`` names that process.
+    Rank 0 takes the lock before it writes anything and holds it until its process ends. Then the
+    kernel releases the lock, whatever ended the process. The file stays and has no meaning without
+    the lock. If another process holds the lock, the ``ValueError`` names that process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -343,12 +346,11 @@ class RunLock:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 os.close(self._file)
                 raise ValueError(f"{self.path} is no regular file: move it away")
-            if self._take() and not self._is_current():
-                os.close(self._file)  # removed between open and flock: lock its successor
-                continue
-            break
+            if not self._take() or self._is_current():
+                break
+            os.close(self._file)  # the file was removed between open and flock: lock the new file
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, without a name
+        with contextlib.suppress(OSError):  # with a full disk the lock has no name, but it holds
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(holder).encode(), 0)
             os.fsync(self._file)
@@ -360,8 +362,8 @@ class RunLock:
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 logger.warning(
-                    "%s: this file system cannot lock files (%s), so nothing keeps a second run "
-                    "out of the folder: start only one there",
+                    "%s: this file system cannot lock files (%s), so nothing prevents a second run "
+                    "from writing to the folder: start only one run there",
                     self.path.parent,
                     error.strerror,
                 )
@@ -370,7 +372,7 @@ class RunLock:
             if not isinstance(error, BlockingIOError | PermissionError):
                 raise
             raise ValueError(
-                f"{self.path.parent} belongs to a run that is still going on "
+                f"{self.path.parent} belongs to a run that has not ended "
                 f"({describe(self.path.parent)}): wait for it, end it, or name another folder "
                 f"with --out"
             ) from None
@@ -388,12 +390,12 @@ class RunLock:
 
 
 def last_holder(folder: Path) -> dict[str, Any]:
-    """The process that locked a run's folder last; empty if none did or the file is unreadable."""
+    """The last process that locked the folder; empty if there is none or the file is unreadable."""
     try:
-        found = parse_json(read_small(folder / LOCK, 4096), LOCK)
+        holder = parse_json(read_small(folder / LOCK, 4096), LOCK)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def describe(folder: Path) -> str:

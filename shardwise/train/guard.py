@@ -2,10 +2,10 @@
 """Guard: requests to stop a run, and numbers that are not finite.
 
     SIGTERM, SIGHUP, SIGINT, SIGUSR1 \\
-    the file $SHARDWISE_STOP      > the step is finished, a checkpoint written, exit code 0
+    the file $SHARDWISE_STOP      > finish the step, write a checkpoint, exit with code 0
     ...on any one rank           /
-    a gradient that is not finite    the step is dropped, on every rank; too many in a row: an error
-    a weight that is not finite      nothing is saved: the checkpoints before stay
+    a gradient that is not finite    skip the step on every rank; after too many in a row, an error
+    a weight that is not finite      save nothing; earlier checkpoints stay
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals of a user, a closed terminal or a batch system that mean stop, without those that
-    this process ignores (``nohup`` ignores SIGHUP)."""
-    found = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
+    """The signals by which a user, a closed terminal or a batch system stops a run, without those
+    that this process ignores (``nohup`` ignores SIGHUP)."""
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Guard:
-    """Notes requests to stop while it is open, in the main thread."""
+    """Records requests to stop, in the main thread, while the context is open."""
 
     def __init__(self) -> None:
         self.heard: str | None = None
@@ -56,12 +56,12 @@ class Guard:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.heard == "SIGINT":
-            raise KeyboardInterrupt  # the second request: end at once, without a checkpoint
+            raise KeyboardInterrupt  # the second Ctrl-C: end at once, without a checkpoint
         self.heard = signal.Signals(number).name
 
     @property
     def asked(self) -> str | None:
-        """The request to stop that this rank got, if any."""
+        """The request to stop that this rank has received, or None."""
         if self.heard is None and any(map(os.path.exists, self._files)):
             self.heard = "a stop request"
         return self.heard
@@ -72,7 +72,7 @@ class BrokenGradientError(RuntimeError):
 
 
 class Skips:
-    """Counts steps that were dropped because of their gradient."""
+    """Counts the steps that were skipped because of their gradient."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.in_a_row, self.total = limit, 0, 0
@@ -81,9 +81,9 @@ class Skips:
         self.in_a_row = 0
 
     def broken(self, step: int, norm: float, where: list[str]) -> None:
-        """Count one more step without weights having moved; raise if there are too many in a row.
+        """Count a skipped step; raise if there are too many in a row.
 
-        ``where``: the gradients of this rank that are not finite.
+        ``where`` describes the gradients that are not finite.
         """
         self.in_a_row += 1
         self.total += 1
@@ -91,9 +91,10 @@ class Skips:
             logger.warning("step %d: %s", step, line)
         if self.in_a_row > self.limit:
             raise BrokenGradientError(
-                f"step {step}: the gradient's norm is {norm}, in {self.in_a_row} steps in a row; "
-                f"{'; '.join(where[:4]) or 'seen by other ranks'}. Lower the learning rates, "
-                f"look at the data, or raise max_skipped"
+                f"step {step}: the gradient's norm is {norm}, and was not finite in "
+                f"{self.in_a_row} steps in a row; "
+                f"{'; '.join(where[:4]) or 'other ranks have the broken gradients'}. Lower the "
+                f"learning rates, check the data, or raise max_skipped"
             )
 
 
@@ -105,6 +106,6 @@ def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:
     finite = not norms or bool(torch.stack(norms).isfinite().all())
     if not all(comm.agree(finite, axis)):
         raise SaveError(
-            "weights are not finite: an update was too large. --resume goes on from the "
-            "checkpoint before: give it lower learning rates"
+            "weights are not finite: an update was too large. Resume from the last checkpoint "
+            "(--resume) with lower learning rates"
         )

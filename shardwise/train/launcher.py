@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch: from one command to the ranks of this machine, through ``torch.distributed.run``.
+"""Launch: starts the ranks of this machine from one command, with ``torch.distributed.run``.
 
 shardwise train ----------> agent (this process) --> rank 0: shardwise train ...
   no RANK in the environment                     --> rank 1: shardwise train ...
 
-shardwise train, one rank       this process is the rank: its imports are not done twice
+shardwise train, one rank       this process becomes the rank, which saves a second import of torch
 
 torchrun ... -m shardwise.cli train     joins the existing ranks; nothing is launched
 """
@@ -40,18 +40,18 @@ def default_ranks() -> int:
 
 
 def be_only_rank() -> None:
-    """Make this process the one rank of a run: no agent, which only several ranks, or one that is
-    started again, would need."""
+    """Make this process the only rank of a run, without an agent. (Several ranks, or a rank that is
+    restarted, need the agent.)"""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
 
 
 def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> int:
-    """Run ``shardwise`` with these arguments on ``nproc`` local ranks; returns the exit code.
+    """Run ``shardwise`` with these arguments on ``nproc`` local ranks; return the exit code.
 
     SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save and stop; a second SIGINT ends them at
-    once. Ranks whose launcher is killed save and stop too. Ranks that ran out of memory in their
-    first steps are started again, with more microbatches.
+    once. If the launcher is killed, the ranks save and stop too. If ranks run out of memory in
+    their first steps, all ranks are started again with more microbatches.
     """
     check_gpus()
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
@@ -59,7 +59,7 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
             f"--nproc {nproc}, but there are {torch.cuda.device_count()} GPUs: use at most one "
             f"rank per GPU, or hide them (CUDA_VISIBLE_DEVICES=) to train on CPU"
         )
-    # Share the cores out: ranks that each use all cores slow each other down.
+    # Divide the cores: ranks that each use all cores slow each other down.
     threads = max(1, (os.cpu_count() or 1) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
@@ -67,7 +67,7 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         os.environ[LAUNCHER] = f"{os.getpid()}:{scratch}"
         options = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
         options += ["--rdzv-id", uuid.uuid4().hex]
-        options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
+        options += ["--log-dir", scratch]  # else torch leaves an empty folder in /tmp
         with asking_to_stop(stop):
             while (code := _run_agent(arguments, options)) == AGAIN:
                 pass
@@ -83,14 +83,14 @@ def _run_agent(arguments: Sequence[str], options: list[str]) -> int:
     # Ranks report their failures themselves; torch would repeat them as a table and a traceback.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The same as --standalone: a rendezvous of this machine alone, on any free port.
+    # As with --standalone: a rendezvous of this machine alone, on any free port.
     options = [*options, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    # We handle the other signals: torch would end the ranks without letting them save.
+    # `asking_to_stop` handles the other signals: torch would end the ranks before they can save.
     options += ["--signals-to-handle", "SIGQUIT"]
-    # Do not wait long for a stopped or stuck rank once another has failed.
+    # When a rank has failed, do not wait long for another that is stopped or stuck.
     if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
         options += ["--shutdown-timeout", "5"]
-    # Our words stay out of torch's parser, which takes --nproc for an abbreviation of its own.
+    # torch must not parse our arguments: it takes --nproc for an abbreviation of its own flag.
     config, command, rest = run.config_from_args(run.parse_args([*options, "-m", MODULE]))
     signalled = _signalled_processes()
     try:
@@ -103,16 +103,16 @@ def _run_agent(arguments: Sequence[str], options: list[str]) -> int:
 
 
 def _signalled_processes() -> set[int]:
-    """The pids to which this process sends a signal from now on: torch's agent ends the ranks that
-    outlive a failed one, and that signal is not the cause of the failure."""
-    found: set[int] = set()
+    """A set that receives the pids to which this process sends a signal. The agent of torch ends
+    the other ranks when a rank fails, and their signal is not the cause of the failure."""
+    pids: set[int] = set()
 
-    def note(event: str, values: tuple[Any, ...]) -> None:
+    def record(event: str, values: tuple[Any, ...]) -> None:
         if event in ("os.kill", "os.killpg"):
-            found.add(values[0])
+            pids.add(values[0])
 
-    sys.addaudithook(note)
-    return found
+    sys.addaudithook(record)
+    return pids
 
 
 def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -> int:
@@ -122,32 +122,32 @@ def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -
     """
     if any(failure.exitcode == AGAIN for failure in failures.values()):
         return AGAIN
-    own = {rank: failure for rank, failure in failures.items() if failure.pid not in signalled}
+    if not failures:
+        return 1
+    causes = {rank: failure for rank, failure in failures.items() if failure.pid not in signalled}
     for rank, failure in failures.items():
-        if rank not in own and failure.exitcode == -signal.SIGKILL:
+        if rank not in causes and failure.exitcode == -signal.SIGKILL:
             sys.stderr.write(
                 f"error: rank {rank} (pid {failure.pid}) did not end after another rank had failed "
                 f"(it is stopped, or stuck), and the launcher killed it\n"
             )
-    order = sorted(
-        (own or failures).items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
+    rank, failure = min(
+        (causes or failures).items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
     )
-    for rank, failure in order[:1]:
-        if failure.exitcode >= 0:
-            return failure.exitcode or 1
-        name = signal.Signals(-failure.exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        sys.stderr.write(
-            f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
-            f"Go on from the newest checkpoint with --resume\n"
-        )
-        return 128 - failure.exitcode
-    return 1
+    if failure.exitcode >= 0:
+        return failure.exitcode or 1
+    name = signal.Signals(-failure.exitcode).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    sys.stderr.write(
+        f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
+        f"Continue from the newest checkpoint with --resume\n"
+    )
+    return 128 - failure.exitcode
 
 
 @contextlib.contextmanager
 def asking_to_stop(stop: Path) -> Iterator[None]:
-    """While open, a signal creates a file that every rank looks for after its step."""
+    """While the context is open, a signal creates the file ``stop``, which makes the ranks stop."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and stop.exists():

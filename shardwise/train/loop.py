@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: one step after another, on every rank.
+"""The training loop, on every rank.
 
     batch -> forward, backward (microbatches) -> clip -> step -> agree -> log, evaluate, save
 
-The ranks agree once a step, on the mean loss, on requests to stop and on the load of each expert.
-Every decision follows from these, so no rank ever goes on alone.
+Once a step, the ranks agree on the mean loss, on requests to stop and on the load of each expert.
+Every decision depends on these values alone, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class _Issued:
     ended: Any
 
     def nonfinite(self, world: World) -> list[str]:
-        """The gradients that are not finite, on any rank; waits (collective)."""
-        found = [(name, float(norm)) for name, norm in self.norms]
-        ours = [(name, norm) for name, norm in found if not math.isfinite(norm)]
+        """The gradients that are not finite, on any rank; waits for the device (collective)."""
+        norms = [(name, float(norm)) for name, norm in self.norms]
+        broken = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
         return [
             f"gradient '{name}' on rank {rank}: {'NaN' if math.isnan(norm) else 'infinite'}"
-            for rank, named in enumerate(comm.agree(ours[:8], world.axis))
-            for name, norm in named
+            for rank, of_rank in enumerate(comm.agree(broken[:8], world.axis))
+            for name, norm in of_rank
         ]
 
 
@@ -121,11 +121,11 @@ class Trainer:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._compiles = self.config.compiles(world.device.type)
-        self.quantised = Tally()  # of activations and gradients in fp8, in steps before evaluations
+        self.quantised = Tally()  # counts fp8 activations and gradients, if an evaluation follows
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
-        self._ended = self._clock.mark()  # the end of the last step, or what followed it
-        self._saving: tuple[int, float] | None = None  # the step whose save is under way, its stall
+        self._ended = self._clock.mark()  # the time from here on belongs to the next step
+        self._saving: tuple[int, float] | None = None  # of the save in progress: step, time waited
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
         self._home = Home(folder, self.parts.corpus.codec, first=world.first)
@@ -137,27 +137,27 @@ class Trainer:
             self.events("plan", plan=self._plan())
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
-            if again:  # path null: the run before it was never saved
+            if again:  # path null: the earlier run in this folder was never saved
                 self.events("resume", step=self.step, path=resume and str(resume))
 
     def _configure(self, config: TrainConfig) -> None:
-        """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
+        """Use ``config`` from now on, also in the run's folder and in checkpoints (collective)."""
         self.config, self.store.config = config, config.to_json()
         self.world.together(lambda: self._home.write(config.to_json()))
 
     # ------------------------------------------------------------------------ the whole run
 
     def run(self) -> Outcome:
-        """Train until the last step or a request to stop; save either way."""
+        """Train until the last step or a request to stop, and save."""
         try:
             return self._run()
-        except torch.OutOfMemoryError as error:  # in a step, in an evaluation
+        except torch.OutOfMemoryError as error:  # in a step or in an evaluation
             raise too_large(self.config, self.world.size, self.step + 1, error) from None
 
     def _run(self) -> Outcome:
         config, reason = self.config, None
         bits: float | None = None
-        # A run that is too short to reach its profile step records the last one.
+        # A run that ends before its profile step records the last step.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
         with Guard() as guard:
             self._ended = self._clock.mark()
@@ -168,7 +168,7 @@ class Trainer:
                     with record_step(self.world.device) as profile:
                         reason = self._train_step(guard)
                     self.events("profile", step=self.step, **profile)
-                    self._ended = self._clock.mark()  # reading the profile is no step's
+                    self._ended = self._clock.mark()  # reading the profile belongs to no step
                 else:
                     reason = self._train_step(guard)
                 done = self.step == config.steps
@@ -181,7 +181,7 @@ class Trainer:
                 if saves:
                     self.save()
                 self._report_save(wait=False)
-                if scores or saves:  # their time is no step's
+                if scores or saves:  # their time belongs to no step
                     self._ended = self._clock.mark()
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
@@ -208,54 +208,55 @@ class Trainer:
         parts, config, world = self.parts, self.config, self.world
         with tallied(self._scores(self.step + 1)) as self.quantised:
             losses = self._forward_backward()
-        # A norm that is not finite makes the step change nothing, on every rank alike.
+        # If the norm is not finite, the step changes nothing, on all ranks.
         norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
-        every = (losses, norm.reshape(1), self.experts.tally())
-        figures = streams.read_later(torch.cat([part.double() for part in every]))
+        figures = (losses, norm.reshape(1), self.experts.tally())
+        read_figures = streams.read_later(torch.cat([figure.double() for figure in figures]))
         parts.optimizer.step()
         self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
         rates = parts.scheduler.get_last_lr()  # of this step
         parts.scheduler.step()
         if self.step == self._first_step and config.eval_every and self._compiles:
-            self._score(islice(parts.held_out, 1))  # its graphs are compiled now, in a step's time
+            self._score(islice(parts.held_out, 1))  # compiles evaluation in the time of this step
         self.step += 1
         began, self._ended = self._ended, self._clock.mark()
         issued = _Issued(
             step=self.step,
-            figures=figures,
+            figures=read_figures,
             norms=parts.optimizer.last_norms,
             lr=rates,
             began=began,
             ended=self._ended,
         )
         self._issued.append(issued)
-        # A GPU is given the next step before the host waits for this one.
+        # The host issues the next step to a GPU before it waits for this step.
         return self._conclude(guard, keep=1 if world.device.type == "cuda" else 0)
 
     def _conclude(self, guard: Guard, keep: int = 0) -> str | None:
-        """Read, agree on and log the steps that were issued, but for the last ``keep``; return the
+        """Read, agree on and log the steps that were issued, except the last ``keep``; return the
         reason to stop, if any (collective)."""
         reason = None
         while len(self._issued) > keep:
-            reason = self._conclude_one(self._issued.pop(0), guard) or reason
+            reason = self._conclude_step(self._issued.pop(0), guard) or reason
         return reason
 
-    def _conclude_one(self, issued: _Issued, guard: Guard) -> str | None:
+    def _conclude_step(self, issued: _Issued, guard: Guard) -> str | None:
         config, world, corpus = self.config, self.world, self.parts.corpus
-        (loss, auxiliary, norm), load = (found := issued.figures())[:3], found[3:]
+        loss, auxiliary, norm, *load = issued.figures()
         if math.isfinite(norm):
             self.skips.good()
-        else:  # the norm is the same on all ranks, so all of them get here
+        else:  # on all ranks, because the norm is the same on all
             where = issued.nonfinite(world)
             self.events("skip", step=issued.step, grad_norm=norm, where=where)
             self.skips.broken(issued.step, norm, where)
         asked = guard.asked
-        ours = [loss, auxiliary, float(asked is not None), *load]
-        agreed = torch.tensor(ours, dtype=torch.float64)
+        agreed = torch.tensor(
+            [loss, auxiliary, float(asked is not None), *load], dtype=torch.float64
+        )
         comm.all_reduce(agreed, world.axis).wait()
         (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
-        # Steps before a resume may have had another batch.
+        # Counted from the position: steps before a resume may have had another batch size.
         samples = self.parts.sampler.position - (self.step - issued.step) * config.batch
         seconds = self._clock.seconds(issued.ended, since=issued.began)
         self.events(
@@ -274,11 +275,11 @@ class Trainer:
         if issued.step == self._first_step + 1 and self._compiles:
             text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
             self.events("note", text=text)
-        return (asked or "another rank was asked to") if stops else None
+        return (asked or "another rank was asked to stop") if stops else None
 
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
-        the routers' auxiliary loss, which is no loss per byte."""
+        the auxiliary loss of the routers."""
         batch = self.parts.batches.next()
         while True:
             try:
@@ -287,15 +288,15 @@ class Trainer:
                 self._use_smaller_microbatches(error)
 
     def smaller(self) -> int | None:
-        """The number of microbatches to try after an out-of-memory error, twice as many or more;
-        None after the first steps, and where each is one sequence."""
+        """The number of microbatches to try after an out-of-memory error, at least twice the
+        current number; None after the first steps, and if a microbatch is a single sequence."""
         early = self.step - self._first_step < 3
         return more_microbatches(self.config, self.world.size) if early else None
 
     def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
-        """Twice as many microbatches from now on, in the first steps of a run on one rank; else
-        raise: other ranks would wait in a collective for this one. (Our launcher starts them all
-        again, see ``session``.)"""
+        """Use at least twice as many microbatches from now on, if this is one of the first steps of
+        a run on one rank. Else raise: other ranks would wait in a collective for this rank. (The
+        launcher starts all ranks again, see ``session``.)"""
         count, world = self.smaller(), self.world
         if count is None or world.size > 1:
             raise error
@@ -325,7 +326,7 @@ class Trainer:
 
     @torch.no_grad()
     def _score(self, batches: Iterable[tuple[Tensor, Tensor, int]]) -> Tensor:
-        """[2]: the sum of the losses of this rank's held-out tokens, and their number."""
+        """Return [2]: the sum of the losses of this rank's held-out tokens, and their number."""
         model, device = self.parts.model, self.world.device
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -336,13 +337,13 @@ class Trainer:
         return sums
 
     def evaluate(self) -> float:
-        """The bits per byte of the held-out text; every token is scored once, on one rank."""
+        """Compute the bits per byte of the held-out text; each token is scored on one rank."""
         corpus, sums = self.parts.corpus, self._score(self.parts.held_out).cpu()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, **{corpus.field: bits})
-        if quantised := self.quantised.figures():  # of rank 0, in the step before
+        if quantised := self.quantised.figures():  # of rank 0, in the last step
             self.events("fp8", step=self.step, **quantised)
         if self.experts.counts:
             counts, dropped = self.experts.counts, self.experts.dropped
@@ -350,18 +351,18 @@ class Trainer:
         return bits
 
     def save(self) -> None:
-        """Start a save; training goes on once the tensors are copied. A failed save is a warning,
-        and an error only if no later save succeeds."""
+        """Start a save; training continues once the tensors are copied. A failed save gives a
+        warning, and an error only if no later save succeeds."""
         began = time.perf_counter()
         self._report_save()
-        drawn = self.parts.sampler.state_dict()
-        extra = {"step": self.step, "data": drawn, "skipped": self.skips.total}
+        position = self.parts.sampler.state_dict()
+        extra = {"step": self.step, "data": position, "skipped": self.skips.total}
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
-            home = self.world.together(lambda: self._home.make_anew(self.config.to_json()))
-            if home is not None:
+            warning = self.world.together(lambda: self._home.make_anew(self.config.to_json()))
+            if warning is not None:
                 self.events("run", **self._describe())
-                self.events("warning", step=self.step, text=home)
+                self.events("warning", step=self.step, text=warning)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step, time.perf_counter() - began
         except CheckpointError:
@@ -389,11 +390,11 @@ class Trainer:
             self.events("warning", step=step, text=self._unsaved)
 
     def _finish_saving(self) -> None:
-        """Wait for the last save. If it has failed, raise the same on every rank: a rank that left
-        alone would end the others with an error of the transport."""
+        """Wait for the last save. If it has failed, raise the same error on every rank: if only
+        some ranks ended, the others would fail with an error of the transport."""
         self._report_save()
         unsaved: list[str | None] = comm.agree(self._unsaved, self.world.axis)
-        if unsaved[0] is None:  # rank 0 has published it, whatever another rank saw
+        if unsaved[0] is None:  # rank 0 has published the checkpoint, whatever other ranks saw
             return
         if self.world.first:
             self.store.remove_leftovers()
@@ -401,25 +402,25 @@ class Trainer:
         raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def _restore(self, path: Path, or_older: bool) -> Path:
-        """Load a checkpoint; with ``or_older`` an older one if it is damaged. Return its path."""
+        """Load a checkpoint, or an older one if it is damaged and ``or_older``; return its path."""
         parts = self.parts
-        # The configuration decides the options of the groups, whatever was saved with them: it is
-        # the saved configuration but for the flags of the resumed run.
+        # The options of the groups come from the configuration, not from the checkpoint: a flag of
+        # the resumed run may have changed them.
         groups = parts.optimizer.param_groups
         configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        found = self.store.resume(parts.model, parts.optimizer, path=path, or_older=or_older)
-        assert found is not None
-        loaded, extra = found
+        resumed = self.store.resume(parts.model, parts.optimizer, path=path, or_older=or_older)
+        assert resumed is not None
+        loaded, extra = resumed
         missing = [key for key in ("step", "data", "skipped") if key not in extra]
         if missing:
             raise CheckpointError(
-                f"{loaded}: its extra holds no {missing}: it was not written by 'shardwise train'. "
+                f"{loaded} was not written by 'shardwise train': its extra holds no {missing}. "
                 f"Load it with sw.load, or resume from a run"
             )
         if self.config.steps < extra["step"]:
             raise ValueError(
-                f"steps={self.config.steps}: {loaded} has done {extra['step']} of them already; "
-                f"give as many or more, or begin anew without --resume"
+                f"steps={self.config.steps}, and {loaded} was saved after step {extra['step']}: "
+                f"give at least as many steps, or begin a new run without --resume"
             )
         for group, options in zip(groups, configured, strict=True):
             group.update(options)
@@ -429,20 +430,20 @@ class Trainer:
         return loaded
 
     def _leave_fp8(self) -> None:
-        """Go on in bf16: by a checkpoint, which a model in that precision loads (collective)."""
+        """Continue in bf16: save a checkpoint and load it into a bf16 model (collective)."""
         self.save()
         self._finish_saving()
         path = self.store.wait()
         assert path is not None
         parts, end = self.parts, self.parts.model.document_end
         self._configure(dataclasses.replace(self.config, precision="bf16", final_bf16=0.0))
-        del parts.model, parts.optimizer, parts.scheduler, self.experts  # before the next ones come
+        del parts.model, parts.optimizer, parts.scheduler, self.experts  # free the memory first
         parts.config, parts.model = self.config, build_model(self.config, self.world)
         parts.model.document_end = end
         parts.optimizer = build_optimizer(self.config, parts.model)
         self._restore(path, or_older=False)
         self.experts = ExpertLoad(parts.model)
-        again = ", which the next steps compile anew" * self._compiles
+        again = ", which the next steps compile again" * self._compiles
         self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16){again}")
 
     def sample(self) -> None:
@@ -452,11 +453,11 @@ class Trainer:
             return
         prompt = torch.tensor([encode_text(codec, PROMPT)], device=self.world.device)
         generator = torch.Generator().manual_seed(self.config.seed)
-        with torch.compiler.set_stance("force_eager"):  # every token has another length
-            drawn = generate(
+        with torch.compiler.set_stance("force_eager"):  # the length grows with every token
+            tokens = generate(
                 self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
             )
-        self.events("sample", text=decode_text(codec, drawn[0].tolist()))
+        self.events("sample", text=decode_text(codec, tokens[0].tolist()))
 
     def _plan(self) -> dict[str, Any]:
         """The plan of this run; see ``shardwise plan``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step: speed (tokens per second, model FLOPs utilisation, memory), expert load."""
+"""Metrics of a step: tokens per second, model FLOPs utilisation, memory, load of the experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.own_model import flops_per_token
 from shardwise.train.world import World
 
-# Dense bf16 tensor-core FLOP/s, from the makers' data sheets.
+# FLOP/s of dense products in bf16, from the data sheets.
 _PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -48,7 +48,7 @@ class Speed:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
-    """FLOP/s of one device: of known GPUs by name, of others measured with products of this dtype
+    """FLOP/s of one device: for known GPUs from a table, else measured with products in ``dtype``
     (default: fp32 on CPUs, bf16 on GPUs)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -57,7 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
                 return peak
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     best = 0.0
-    # A small product first: CPUs without bf16 multiply it in loops, a large one for seconds.
+    # A small product first: on CPUs without bf16 products, a large one would take seconds.
     for size in (128, 1024) if device.type == "cpu" else (1024, 8192):
         a = torch.ones(size, size, dtype=dtype, device=device)
         for _ in range(3):
@@ -70,7 +70,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: of the allocator on a GPU, of the process on a CPU."""
+    """The peak of the memory so far, in bytes: of torch on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -86,27 +86,27 @@ class ExpertLoad:
     def __init__(self, model: nn.Module) -> None:
         self.routers = [layer.router for layer in mixtures_of(model)]
         self.device = next(model.parameters()).device
-        self.counts: list[list[int]] = []  # [layer][expert]: choices, dropped ones too
+        self.counts: list[list[int]] = []  # [layer][expert]: choices, also those that were dropped
         self.dropped: list[int] = []  # [layer]
 
     def tally(self) -> Tensor:
-        """This rank's counts since the last step, on the device, to be summed over the ranks."""
+        """This rank's counts since the last step, on the device, to be summed over ranks."""
         if not self.routers:
             return torch.empty(0, device=self.device)
         return torch.stack([router.tally() for router in self.routers]).flatten()
 
     def after_step(self, skipped: Tensor) -> None:
-        """Move the routers' biases unless the step was skipped, and count anew (collective)."""
+        """Update the routers' biases unless the step was skipped; reset the counts (collective)."""
         for router in self.routers:
             router.update_bias(unless=skipped)
 
     def figures(self, total: Tensor) -> dict[str, Any]:
-        """A step's numbers from the sum of all ranks' tallies, each the worst of all layers."""
+        """The metrics of a step, the worst of all layers, from the sum of all ranks' tallies."""
         if not self.routers:
             return {}
         layers = total.view(len(self.routers), -1)  # [layers, experts + 1]
         counts, dropped = layers[:, :-1], layers[:, -1]
         self.counts = [[int(count) for count in layer] for layer in counts.tolist()]
         self.dropped = [int(count) for count in dropped.tolist()]
-        found = statistics_of(counts, dropped, counts.sum(-1))
-        return {f"expert_{name}": float(value.max()) for name, value in found.items()}
+        statistics = statistics_of(counts, dropped, counts.sum(-1))
+        return {f"expert_{name}": float(value.max()) for name, value in statistics.items()}

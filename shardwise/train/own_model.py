@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module: the model of a run: the GPT, a module of one's own, or one of transformers; and LoRA.
+"""The model of a run: the GPT, a module of the user, or a model of transformers; and LoRA.
 
     module=None                GPT(config.model)
-    module="my.py:build"       what ``build(config)`` returns, an ``nn.Module`` from tokens [B, T]
+    module="my.py:build"       the ``nn.Module`` that ``build(config)`` returns, from tokens [B, T]
                                to logits [B, T, V] (or to an object with ``logits``)
     module="hf:FOLDER"         the causal language model that FOLDER/config.json describes
 
-Of the last two ``config.model`` gives the vocabulary and the context alone. They are built whole on
-each rank, from the run's seed, before they are sharded; the names of their parameters stay.
+The last two use only the vocabulary and the context of ``config.model``. Each rank builds them
+whole, from the seed of the run, before they are sharded. The names of their parameters stay.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HF = "hf:"
 
 
 class Scored:
-    """Gives a module the call that the loop makes: ``model(tokens, targets)`` is the loss.
+    """Makes ``model(tokens, targets)`` return the loss, as the loop calls it.
 
-    Mixed into the class of the module itself, so that the names of its parameters stay.
+    This is mixed into the class of the module, so that the names of its parameters stay.
     """
 
     auxiliary: Tensor | None = None
@@ -40,13 +40,13 @@ class Scored:
     context: int
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        found: Any = super().forward(tokens)  # type: ignore[misc]
-        logits: Any = getattr(found, "logits", found)
+        output: Any = super().forward(tokens)  # type: ignore[misc]
+        logits: Any = getattr(output, "logits", output)
         logits = logits[0] if isinstance(logits, tuple) else logits
         if not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape:
             raise TypeError(
                 f"{type(self).__name__} returned {_shape(logits)} for tokens {list(tokens.shape)}: "
-                f"a module of a run returns logits [sequences, tokens, vocabulary]"
+                f"it must return logits [sequences, tokens, vocabulary]"
             )
         if targets is None:
             return logits
@@ -60,8 +60,8 @@ def _shape(value: Any) -> str:
 
 
 def make_model(config: TrainConfig) -> nn.Module:
-    """The model on the default device. A GPT on the meta device has no values; other modules have
-    the values that they are built with."""
+    """The model on the default device. A GPT on the meta device has no values; other modules get
+    their values while they are built."""
     if config.module is None:
         model: nn.Module = GPT(config.model)
     else:
@@ -71,7 +71,7 @@ def make_model(config: TrainConfig) -> nn.Module:
         kind = type(model)
         model.__class__ = type(kind.__name__, (Scored, kind), {"__module__": kind.__module__})
         model.context = config.model.context  # type: ignore[assignment]
-        model.train()  # transformers reads weights into models without dropout
+        model.train()  # transformers returns models with weights in eval mode
     if config.lora_rank:
         add_lora(model, config.lora_rank, config.lora_alpha)
     return model
@@ -93,35 +93,36 @@ def _of_transformers(config: TrainConfig) -> nn.Module:
     package = require("transformers", "hf")
     folder = config.module.removeprefix(HF)
     try:
-        described = package.AutoConfig.from_pretrained(folder)
-        described.use_cache = False  # keys and values are of no use in training
+        hf_config = package.AutoConfig.from_pretrained(folder)
+        hf_config.use_cache = False  # training does not use cached keys and values
         if config.init_from is not None and torch.get_default_device().type != "meta":
-            made: nn.Module = package.AutoModelForCausalLM.from_pretrained(
-                config.init_from, config=described, dtype=torch.float32
+            model: nn.Module = package.AutoModelForCausalLM.from_pretrained(
+                config.init_from, config=hf_config, dtype=torch.float32
             )
-            return made
-        described.vocab_size = config.model.vocab_size
-        made = package.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        else:
+            hf_config.vocab_size = config.model.vocab_size
+            model = package.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"module={config.module!r}: transformers builds no causal language model from it "
-            f"({' '.join(str(error).split())}): give the folder of one, with its config.json"
+            f"({' '.join(str(error).split())}): give a folder with the config.json of such a model"
         ) from error
-    return made
+    return model
 
 
 def flops_per_token(config: TrainConfig, parameters: Iterable[Tensor] = ()) -> float:
-    """FLOPs of forward and backward for a token; of a module of one's own 6 for each parameter. A
-    frozen one has no gradient, which saves 2 of its 6."""
-    trained, frozen = 0, 0
-    for one in parameters:
-        trained, frozen = trained + one.numel() * one.requires_grad, frozen + one.numel()
-    frozen -= trained
+    """FLOPs of forward and backward for a token. For a module of the user, 6 per parameter, or 4
+    for a frozen parameter, which has no gradient."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+    trained = sum(size for size, requires_grad in sizes if requires_grad)
     if config.module is not None:
+        frozen = sum(size for size, requires_grad in sizes if not requires_grad)
         return 6.0 * trained + 4.0 * frozen
-    whole = config.model.flops_per_token()
-    # -1: without attention, the products with weights.
-    return whole - config.model.flops_per_token(-1) / 3 + 6 * trained if config.lora_rank else whole
+    flops: float = config.model.flops_per_token()
+    if config.lora_rank:
+        # Subtract the gradients of the frozen weights, a third of the FLOPs without attention (-1).
+        flops += 6 * trained - config.model.flops_per_token(-1) / 3
+    return flops
 
 
 # ------------------------------------------------------------------------------ LoRA
@@ -140,11 +141,12 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze a model and add a product of this rank, 0 for now, to every linear of its blocks."""
+    """Freeze a model; add a product of this rank, with zeros, to every linear of its blocks."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    linears = [one for each in lists for one in each.modules() if type(one) is nn.Linear]
+    linears = [module for blocks in lists for module in blocks.modules()]
+    linears = [module for module in linears if type(module) is nn.Linear]
     if not linears:
         raise ValueError(
             f"lora_rank={rank}: no block of this {type(model).__name__} holds an nn.Linear"
@@ -159,7 +161,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float) -> None:
 
 
 def init_lora(model: nn.Module, seed: int) -> None:
-    """Draw A and set B to zero: the model begins as the frozen one."""
+    """Draw A and set B to zero: at first the model computes the same as the frozen model."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed + 1)
     for name, parameter in model.named_parameters():

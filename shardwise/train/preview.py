@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preview: what ``shardwise train --dry-run`` prints about a run that it does not start."""
+"""Preview: the output of ``shardwise train --dry-run`` about a run that is not started."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardwise.train.sources import sources_of, vocabulary_of
 from shardwise.train.world import World
 from shardwise.words import seconds_text
 
-USUAL_MFU = 0.4  # what such models reach; the expected time is a guess
-LONG = 3600.0  # seconds of a run that people would rather know of before it begins
+USUAL_MFU = 0.4  # a typical value for such models: the expected time is a guess
+LONG = 3600.0  # seconds; a longer run on CPU ranks gets a warning before it begins
 
 
 def preview(config: TrainConfig, ranks: int) -> str:
     """The configuration without "auto", the plan of a step, and a guess of the time, for a run on
-    ``ranks`` devices like this machine's first. No data are read but the headers of token files;
-    data that are not there are an error."""
+    ``ranks`` devices like the first device of this machine. Reads nothing of the data but headers
+    of token files, and raises if the data do not exist."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     world = World(rank=0, size=ranks, local_rank=0, num_nodes=1, device=device)
     for source in sources_of(config.data):
@@ -34,8 +34,8 @@ def preview(config: TrainConfig, ranks: int) -> str:
     precision = precision_of(config, world)
     config, decision = fit(config, precision, world)
     model, mesh, options = plan_inputs(config, precision, world)
-    made = plan(model, mesh, config.placements, **options)
-    lines = [*_configuration(config), "", str(made), ""]
+    plan_of_step = plan(model, mesh, config.placements, **options)
+    lines = [*_configuration(config), "", str(plan_of_step), ""]
     if decision is not None:
         lines.append(f"note     {decision}")
     if config.unreached:
@@ -45,7 +45,7 @@ def preview(config: TrainConfig, ranks: int) -> str:
 
 
 def without_gpus(config: TrainConfig, ranks: int) -> str | None:
-    """A warning where a run is too long for the CPU ranks that it is about to be started on."""
+    """A warning if a run that is about to start on CPU ranks would take very long there."""
     if torch.cuda.is_available() or config.module is not None:
         return None
     each, cpu = flops_per_token(config), torch.device("cpu")
@@ -63,10 +63,10 @@ def without_gpus(config: TrainConfig, ranks: int) -> str | None:
 def _time(
     config: TrainConfig, flops_per_token: float, device: torch.device, ranks: int
 ) -> tuple[float, str]:
-    """The expected seconds of a run, and what they follow from."""
+    """The expected seconds of a run, and a text with the numbers that they follow from."""
     tokens = config.batch * config.model.context
     flops = flops_per_token * tokens * config.steps
-    # Weights in fp8 are decoded to bf16 where a device has no products of fp8.
+    # A device without fp8 products decodes fp8 weights to bf16.
     dtype = torch.float32 if weights_on(device, config) == "fp32" else torch.bfloat16
     peak = peak_flops(device, dtype) * ranks
     seconds = flops / (USUAL_MFU * peak)
@@ -77,18 +77,13 @@ def _time(
 
 
 def _configuration(config: TrainConfig) -> list[str]:
-    lines = ["model", *_values(config.model)]
-    for name, value in _fields(config):
+    lines = ["model"]
+    for name, value in vars(config.model).items():
+        if value is not None:
+            lines.append(f"  {name:24}{value}")
+    for name, value in vars(config).items():
         if name in GROUPS:
             lines += ["", GROUPS[name].replace("_", " ")]
         if name != "model":
             lines.append(f"  {name:24}{value}")
     return lines
-
-
-def _values(part: object) -> list[str]:
-    return [f"  {name:24}{value}" for name, value in _fields(part) if value is not None]
-
-
-def _fields(part: object) -> list[tuple[str, object]]:
-    return [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]  # type: ignore[arg-type]

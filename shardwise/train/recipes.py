@@ -24,17 +24,18 @@ Recipe = Callable[[], TrainConfig]
 
 def default() -> TrainConfig:
     """0.9M parameters on the standard library's sources: about 90 s on two cores."""
-    # Joined: windows of 128 tokens hold few ends of files, and a mask takes a CPU a third longer.
+    # Joined: windows of 128 tokens contain few ends of files, and a mask costs a CPU a third more
+    # time.
     model = GPTConfig(dim=128, num_layers=4, num_heads=4, context=128)
     return TrainConfig(model=model, documents="joined")
 
 
 def smoke() -> TrainConfig:
-    """A run of seconds, to see that everything works."""
+    """A run of a few seconds, to see that everything works."""
     return TrainConfig(
         model=GPTConfig(dim=32, num_layers=2, num_heads=2, context=32),
         steps=20,
-        batch=24,  # falls over 1, 2, 3, 4, 6, 8 and 12 ranks
+        batch=24,  # can be cut evenly over 1, 2, 3, 4, 6, 8 and 12 ranks
         eval_every=10,
         eval_windows=24,
         save_every=10,
@@ -58,7 +59,7 @@ def moe_tiny() -> TrainConfig:
 
 
 def _large(model: GPTConfig, **values: Any) -> TrainConfig:
-    """A run over days, on more text, with the rates of large models."""
+    """A run of days, on more text, with the learning rates of large models."""
     usual: dict[str, Any] = {
         "data": "stdlib+torch",
         "tokenizer": "bpe:8192",
@@ -124,12 +125,12 @@ def gpt_1b_mxfp8() -> TrainConfig:
     return dataclasses.replace(gpt_1b(), precision="mxfp8")
 
 
-_OURS = (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8)
-RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in _OURS}
+_RECIPES = (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8)
+RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in _RECIPES}
 
 
 def find_recipe(name: str) -> Recipe:
-    """One of ours by name, or ``file.py:function``, or ``package.module:function``."""
+    """A recipe of shardwise, or ``file.py:function``, or ``package.module:function``."""
     if name in RECIPES:
         return RECIPES[name]
     if ":" not in name:
@@ -140,21 +141,21 @@ def find_recipe(name: str) -> Recipe:
     return named_function(name, "recipe")
 
 
-def named_function(name: str, what: str, *given: str) -> Callable[..., Any]:
-    """The function ``file.py:function`` or ``package.module:function``, which is called with the
-    arguments of these names."""
-    place, _, function = name.rpartition(":")
+def named_function(name: str, what: str, *arguments: str) -> Callable[..., Any]:
+    """The function ``file.py:function`` or ``package.module:function``. Raises unless it can be
+    called with ``arguments`` (names)."""
+    place, _, attribute = name.rpartition(":")
     if not place:
         raise ValueError(f"{what} {name!r}: write file.py:function or package.module:function")
-    found = getattr(_module_at(place, f"{what} {name!r}"), function, None)
-    if not callable(found):
-        raise ValueError(f"{what} {name!r}: {place} has no function {function!r}")
+    function = getattr(_module_at(place, f"{what} {name!r}"), attribute, None)
+    if not callable(function):
+        raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}")
     try:
-        inspect.signature(found).bind(*given)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        call = f"{function}({', '.join(given)})"
+        call = f"{attribute}({', '.join(arguments)})"
         raise ValueError(f"{what} {name!r} is called as {call}: {error}") from None
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def load_recipe(name: str) -> TrainConfig:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers: the windows of tokens that a rank sees, in one order for any number of ranks.
+"""Samplers: the windows of tokens that a rank reads, in the same order for any number of ranks.
 
-The tokens are cut into windows of ``context``, one after another. An epoch is a permutation of
-them, computed index by index, so that a file of any size needs no memory for it. Samples are
-counted across all ranks; a step takes the next ``global_batch`` of them and cuts those evenly:
+The tokens are cut into windows of ``context`` tokens. An epoch is a permutation of the windows. It
+is computed for each index, so it needs no memory, however large the data are. Samples are counted
+over all ranks. A step takes the next ``global_batch`` samples and divides them over the ranks:
 
-    sample     0  1  2  3  4  5  6  7 | 8  9 10 11 ...      the one number that is saved
+    sample     0  1  2  3  4  5  6  7 | 8  9 10 11 ...      a checkpoint saves this number alone
     window    17  3 40  8 22  0 31  5 | ...                 permutation of the epoch
     2 ranks   |--rank 0-|--rank 1-|                         step of 8
     4 ranks   |- 0-|- 1-|- 2-|- 3-|                         the same 8 windows
 
-A run that is resumed with another number of ranks, or another batch, goes on at the same sample:
-none is drawn twice, none is left out.
+A run that is resumed with another number of ranks, or another batch, continues at the same sample:
+no sample is drawn twice or left out.
 
-Several sources with weights are stretches of the tokens. Of every ``PERIOD`` samples each source
-gets its share, at places that a permutation of the period chooses, and counts its own samples.
+Several sources with weights are stretches of the tokens. Each source gets its share of every
+``PERIOD`` samples, at places that a permutation of the period chooses, and counts its own samples.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.models.loss import IGNORED
 from shardwise.train.corpus import Corpus
 from shardwise.train.tokens import DataError, Tokens, check_range
 
-IGNORED = -100  # a target that is not scored, as in models.gpt
-PERIOD = 10_000  # samples in which weights hold exactly, so they have four digits
+PERIOD = 10_000  # samples in which every source gets exactly its share: weights have four digits
 _STATE_VERSION = 1
 
 
@@ -40,8 +40,8 @@ class Sampler:
     """This rank's share of an endless, shuffled stream of windows of a corpus.
 
     Args:
-        context: tokens in a window; the target of each is the next one.
-        global_batch: windows of one step, over all ranks, which divide it.
+        context: tokens in a window; the target of each token is the next token.
+        global_batch: windows of one step, over all ranks; a multiple of their number.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Sampler:
         lengths = [length for length, _ in corpus.shares] or [len(corpus.train)]
         if min(lengths) < context + 1:
             raise DataError(
-                f"{min(lengths)} training tokens are less than one window of context={context} and "
-                f"the token after it: give more text or shorten the context"
+                f"{min(lengths)} training tokens do not fill a window of context={context} and the "
+                f"token after it: give more text or shorten the context"
             )
         self.corpus, self.context, self.global_batch = corpus, context, global_batch
         self.rank, self.world_size = rank, world_size
         self.fingerprint = corpus.sha256
-        # By stretch: windows, number of the first one, first token, samples of each period.
+        # For each stretch: windows, first window, first token, samples of each period.
         self._counts = np.array([(length - 1) // context for length in lengths])
         self._firsts = self._counts.cumsum() - self._counts
         self._begins = np.cumsum(lengths) - lengths
@@ -78,14 +78,14 @@ class Sampler:
         return self.position // self.num_windows
 
     def described(self, steps: int) -> str:
-        """The tokens, and how often so many steps draw each: of several sources with weights, of
-        each of them."""
+        """The number of tokens, and how often a run of this number of steps draws each token, for
+        each source with a weight."""
         corpus = self.corpus
         text = f"{len(corpus.train) / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out"
-        if corpus.volumes is not None:  # nobody knows how many rows are still to come
+        if corpus.volumes is not None:  # the number of rows in a stream is unknown
             return text
         times = steps * self.global_batch * self._parts / PERIOD / self._counts
-        return f"{text}, drawn {' / '.join(f'{one:.2g}' for one in times)} times"
+        return f"{text}, drawn {' / '.join(f'{number:.2g}' for number in times)} times"
 
     @property
     def batch_size(self) -> int:
@@ -112,8 +112,7 @@ class Sampler:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _rows(self, position: int, at: NDArray[np.int64]) -> Tokens:
-        """The tokens at these places, where they come as a stream of the volume of each sample's
-        epoch."""
+        """The tokens at these positions; of a stream, in the volume of each sample's epoch."""
         if self.corpus.volumes is None:
             return self.corpus.train[at]
         begin = position + self.rank * self.batch_size
@@ -131,7 +130,7 @@ class Sampler:
         periods, places = samples // PERIOD, samples % PERIOD
         for period in np.unique(periods):
             here = periods == period
-            # Other numbers than any epoch's: the order of sources says nothing about their windows.
+            # The number differs from that of any epoch, so the permutations are independent.
             places[here] = permute(places[here], PERIOD, self.seed, int(period) + (1 << 62))
         firsts = np.cumsum(self._parts) - self._parts
         stretches = np.searchsorted(firsts, places, side="right") - 1
@@ -143,7 +142,7 @@ class Sampler:
         return windows
 
     def _shuffled(self, samples: NDArray[np.int64], stretch: int) -> NDArray[np.int64]:
-        """The windows of a stretch that are drawn for these samples of it."""
+        """The windows of a stretch for these samples of the stretch."""
         size = int(self._counts[stretch])
         epochs = samples // size
         windows = np.empty_like(samples)
@@ -153,7 +152,7 @@ class Sampler:
         return windows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank: small, and JSON."""
+        """The position, the same on every rank, as values for JSON."""
         return {
             "version": _STATE_VERSION,
             "position": self.position,
@@ -165,10 +164,10 @@ class Sampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of ``state``, in its order (its seed)."""
+        """Continue at the position of ``state``, with its seed."""
         problems = []
         if state.get("version") != _STATE_VERSION:
-            problems.append(f"version {state.get('version')!r}, this one reads {_STATE_VERSION}")
+            problems.append(f"version {state.get('version')!r}, now {_STATE_VERSION}")
         for key in ("context", "num_windows", "fingerprint"):
             if state.get(key) != getattr(self, key):
                 problems.append(f"{key} {state.get(key)!r}, now {getattr(self, key)!r}")
@@ -179,14 +178,14 @@ class Sampler:
         if problems:
             raise DataError(
                 f"the saved position is of other data ({'; '.join(problems)}): resume with the "
-                f"data and the context of the saved run, or start a new one"
+                f"data and the context of the saved run, or start a new run"
             )
         self.position, self.seed = state["position"], state["seed"]
 
 
 class Batches:
-    """The batches of a sampler on a device. For a GPU a thread prepares the next one, in memory
-    that can be copied while the GPU computes."""
+    """The batches of a sampler on a device. For a GPU, a thread prepares the next batch in pinned
+    memory, which is copied while the GPU computes."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self.sampler, self.device = sampler, device
@@ -198,7 +197,7 @@ class Batches:
         if self._thread is None:
             return self.sampler.next_batch()
         position, ahead = self.sampler.position, self._ahead
-        if ahead is None or ahead[0] != position:  # the first step, or a resumed one
+        if ahead is None or ahead[0] != position:  # the first step, also after a resume
             ahead = position, self._thread.submit(self._prepare, position)
         batch = ahead[1].result()
         self.sampler.position += self.sampler.global_batch
@@ -211,15 +210,15 @@ class Batches:
 
 
 class HeldOut:
-    """The held-out tokens in order, each scored once, spread over the ranks.
+    """The held-out tokens in order, each scored once, divided over the ranks.
 
-    Every rank iterates over the same number of batches, because a forward pass communicates; rows
-    without a window have no scored target. Weigh each batch's mean loss by its number of scored
+    Every rank iterates over the same number of batches, because a forward pass communicates. Rows
+    without a window have no scored target. Weigh the mean loss of a batch by its number of scored
     targets.
 
     Args:
         batch_size: windows of one batch on one rank.
-        max_windows: score only so many, evenly spaced.
+        max_windows: the largest number of windows to score; they are evenly spaced.
     """
 
     def __init__(
@@ -281,8 +280,8 @@ def divide(total: int, weights: Sequence[float]) -> NDArray[np.int64]:
     if parts.min() < 1:
         least = weights[int(parts.argmin())] / sum(weights)
         raise DataError(
-            f"a weight of {least:.2g} is less than one of {total} samples: raise it, or leave that "
-            f"source out"
+            f"a weight of {least:.2g} gives less than one of {total} samples: raise it, or leave "
+            f"that source out"
         )
     return parts
 
@@ -290,9 +289,10 @@ def divide(total: int, weights: Sequence[float]) -> NDArray[np.int64]:
 def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The images of indices under a permutation of ``range(size)`` chosen by seed and epoch.
 
-    A Feistel network: a number of 2n bits is cut in halves, and in each round one half is changed
-    by a hash of the other, which the other can undo, so no two numbers meet. It permutes a power of
-    4, at most 4 times ``size``; numbers that land outside are sent through again until they don't.
+    This is a Feistel network. A number of 2n bits is cut into halves, and each round changes one
+    half by a hash of the other half. Each round can be undone, so no two numbers get the same
+    image. The network permutes ``range(4**n)``, at most 4 times ``size``. A number whose image is
+    not below ``size`` passes through the network again until it is.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -316,7 +316,7 @@ def _mix(*numbers: np.uint64) -> np.uint64:
 
 
 def _hash(values: Any) -> NDArray[np.uint64]:
-    """A 64-bit finaliser (the constants of splitmix64): one bit in changes half the bits out."""
+    """The 64-bit hash of splitmix64: a change of one bit changes about half of the result."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session: one rank's way from a request to an exit code.
+"""Session: what a rank does from the request of the user to the exit code.
 
-resolve   recipe + flags, or the saved configuration + flags; which folder, which checkpoint
-join      the other ranks
-claim     lock the folder for this run alone (the first rank)
-train     the loop
-explain   an error in one line; the traceback goes to a file in the run's folder
+resolve   find the folder, the checkpoint and the configuration: of the recipe or saved, with flags
+join      join the other ranks
+claim     lock the folder of the run (rank 0)
+train     run the loop
+explain   print an error in one line; write the traceback to a file in the folder of the run
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from shardwise.checkpoint import Manifest, SaveError
 from shardwise.checkpoint.store import background
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import TrainConfig, changed, refuse_idle
 from shardwise.train.console import Console
 from shardwise.train.events import Sink
-from shardwise.train.flags import changed, refuse_idle
 from shardwise.train.folder import (
     CONFIG,
     LATEST,
@@ -77,7 +76,7 @@ MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The user's request."""
+    """The request of the user: the arguments of ``shardwise train``."""
 
     recipe: str = "default"
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,15 +92,15 @@ class Resolved:
     folder: Path
     checkpoint: Path | None
     note: str = ""  # how config.json differs from the checkpoint
-    or_older: bool = False  # whether to load an older checkpoint if this one is damaged
-    free_name: bool = False  # whether the folder is the next free name, and must be new
+    or_older: bool = False  # whether to load an older checkpoint if the checkpoint is damaged
+    free_name: bool = False  # the folder is the next free name, and must not exist yet
 
 
 def resolve(request: Request) -> Resolved:
-    """Read the recipe or the checkpoint; raise all errors before any rank is started."""
+    """Find the run that a request means. Raises errors before any rank is started."""
     again = num_restarts() > 0
     resume = request.resume
-    if resume is None and again:  # restarted ranks resume what this launch has begun
+    if resume is None and again:  # restarted ranks resume the run that this launch has begun
         folder = newest_folder(request.recipe, request.out, launch=launch_name())
         if folder is not None and is_run(folder) and not ended_unsaved(folder):
             request, resume = dataclasses.replace(request, out=str(folder)), LATEST
@@ -116,14 +115,14 @@ def resolve(request: Request) -> Resolved:
         return _anew(request, folder)
     saved = described if checkpoint is None else saved_run(checkpoint)
     assert saved is not None
-    if request.recipe != Request.recipe:  # a recipe was named; its other values are ignored
+    if request.recipe != Request.recipe:  # only the model of a named recipe matters
         wanted = load_recipe(request.recipe).model
         _check_model(f"recipe {request.recipe!r}", wanted, saved, checkpoint or folder)
     if checkpoint is None:
         config = Run.new(changed(saved, request.changes))
         refuse_idle(config, request.changes)
         return Resolved(config=config, folder=folder, checkpoint=None)
-    # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
+    # The user named this checkpoint, or a run, of which any sound checkpoint will do.
     or_older = checkpoint.resolve() != Path(resume).resolve()
     inside = lies_in(folder, checkpoint)
     note = ""
@@ -149,7 +148,7 @@ def resolve(request: Request) -> Resolved:
 def _anew(request: Request, folder: Path) -> Resolved:
     config = changed(load_recipe(request.recipe), request.changes)
     if "tokenizer" not in request.changes and holds_tokens(config.data):
-        # The recipe names the tokenizer of its own text.
+        # The tokenizer of the recipe is for text.
         config = dataclasses.replace(config, tokenizer=TrainConfig.tokenizer)
     if config.init_from is not None:
         config = begin_from(config, request.changes)
@@ -170,15 +169,15 @@ def _check_model(
     if different:
         raise ValueError(
             f"{place} holds another model than {source} ({', '.join(different)}): leave the "
-            f"model as it was saved, or begin anew without --resume"
+            f"model as it was saved, or begin a new run without --resume"
         )
 
 
 def _edits(
     file: str, config: TrainConfig, saved: TrainConfig, checkpoint: Path, given: dict[str, Any]
 ) -> str:
-    """One line on the values of ``config.json`` that differ from the checkpoint's and that no flag
-    replaces; empty if there are none."""
+    """A line with the values of ``config.json`` that differ from those of the checkpoint and that
+    no flag replaces; empty if there are none."""
     flags, before = flattened(given), flattened(saved.to_json())
     different = [
         f"{name}={value!r} (was {before.get(name)!r})"
@@ -191,15 +190,15 @@ def _edits(
 
 
 def claim(request: Request) -> tuple[Resolved, Claim]:
-    """Make and lock the folder (the first rank), then resolve again: no other process
-    writes there any more."""
+    """Make and lock the folder (rank 0), then resolve again, as no other process can change it any
+    more."""
     while True:
         resolved = resolve(request)
         try:
             claimed = Claim(resolved.folder, new=resolved.free_name)
             break
         except FileExistsError:
-            continue  # another run has taken the name
+            continue  # another run has just taken the name
     try:
         resolved = resolve(dataclasses.replace(request, out=str(resolved.folder)))
         if resolved.checkpoint is None or not lies_in(resolved.folder, resolved.checkpoint):
@@ -211,19 +210,19 @@ def claim(request: Request) -> tuple[Resolved, Claim]:
 
 
 def check(resolved: Resolved, world_size: int) -> None:
-    """Raise what can be known before any rank is started."""
+    """Raise the errors that can be found before any rank is started."""
     resolved.config.expert_mesh_shape(world_size)
     resolved.config.share(world_size)
 
 
 def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
-    """Train as one of the ranks; returns the exit code."""
+    """Train as one of the ranks; return the exit code."""
     end_with_launcher()
-    background.setLevel(logging.CRITICAL)  # the trainer reports failed saves, once
+    background.setLevel(logging.CRITICAL)  # the trainer itself reports failed saves
     world = join(_timeout(request))
-    # Rank 0 decides: files may appear or vanish while the other ranks look.
-    mine = world.together(lambda: claim(request) if world.first else None)
-    resolved: Resolved = comm.agree(mine and mine[0], world.axis)[0]
+    # Rank 0 decides: files may appear or vanish between the looks of several ranks.
+    claimed = world.together(lambda: claim(request) if world.first else None)
+    resolved: Resolved = comm.agree(claimed and claimed[0], world.axis)[0]
     changes, folder = changes_left(), resolved.folder
     config = changed(resolved.config, changes)
 
@@ -250,10 +249,10 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             text = f"out of memory: {config.microbatches} microbatches now"
             trainer.events("warning", step=trainer.step, text=text)
     except BaseException:
-        if mine is not None:
-            mine[1].undo()
+        if claimed is not None:
+            claimed[1].undo()
         raise
-    gc.freeze()  # what was imported and built stays: it is not looked at again
+    gc.freeze()  # modules and the model stay to the end: the collector can skip them
     gc.enable()
     try:
         outcome = trainer.run()
@@ -268,17 +267,16 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
 
 
 def _is_news(microbatches: int | str) -> bool:
-    """Whether nobody has told of these changes: ranks that fail later are started with them too."""
-    told = changes_file().with_name(f"told-{microbatches}")  # type: ignore[union-attr]
+    """Whether this change has not been printed yet. (Later restarts start with it, too.)"""
+    printed = changes_file().with_name(f"printed-{microbatches}")  # type: ignore[union-attr]
     with contextlib.suppress(OSError):
-        told.touch(exist_ok=False)
+        printed.touch(exist_ok=False)
         return True
     return False
 
 
 def _timeout(request: Request) -> float:
-    """How long to wait for the other ranks. Rank 0 reports an invalid request once all have
-    joined."""
+    """The seconds to wait for the other ranks. An invalid request is reported later, by rank 0."""
     try:
         return resolve(request).config.timeout
     except (ValueError, OSError):
@@ -286,13 +284,12 @@ def _timeout(request: Request) -> float:
 
 
 def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
-    """Print the result and write the report. A run whose report can't be written has still
-    succeeded."""
+    """Print the result and write the report. A report that can't be written is no failure."""
     lines = []
     if outcome.held_out is not None:
         lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
     if not outcome.finished:
-        lines.append(f"stopped after step {outcome.step}; go on with --resume --out {folder}")
+        lines.append(f"stopped after step {outcome.step}; continue with --resume --out {folder}")
     try:
         lines.append(f"report   {write_report(folder)}")
     except (OSError, ValueError) as error:
@@ -307,7 +304,7 @@ def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
     if not interrupted and _starts_again(error, trainer):
         trainer.close()
         return AGAIN
-    unsaved = isinstance(error, SaveError)  # the same on every rank: reported once
+    unsaved = isinstance(error, SaveError)  # the same on every rank: rank 0 prints it
     step = trainer.step if unsaved else trainer.step + 1
     text = " ".join(str(error).split()) or type(error).__name__
     if not interrupted:
@@ -321,16 +318,16 @@ def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
         more = f" (traceback: {where})"
     except OSError:
         more = ""
-    if "over axis" in text:  # a collective
-        text += f" -- another rank is stopped, slow (timeout: {trainer.config.timeout:g} s) or gone"
+    if "over axis" in text:  # the error of a collective
+        text += f" -- another rank is stopped, slow (timeout: {trainer.config.timeout:g} s) or dead"
     with contextlib.suppress(OSError):
         sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
     return 1
 
 
 def _starts_again(error: BaseException, trainer: Trainer) -> bool:
-    """Whether our launcher starts all ranks again, with more microbatches: this rank has run out of
-    memory in the first steps, or another one has and is gone."""
+    """Whether the launcher starts all ranks again with more microbatches, because this rank or
+    another rank has run out of memory in the first steps."""
     file, config, recompute = changes_file(), trainer.config, trainer.config.model.recompute
     if file is None:
         return False

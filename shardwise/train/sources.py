@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources: from what a user writes after ``--data`` to a corpus.
+"""Sources: makes a corpus from the argument of ``--data``.
 
 stdlib, stdlib+torch, PATH, DIRECTORY, "GLOB"      text
 hf:NAME[:CONFIG[:SPLIT]]                   rows of a dataset, read while a run trains
@@ -7,9 +7,9 @@ FILE.bin, DIRECTORY, "GLOB.bin"            token files (``shardwise data`` write
 A,B,...                                    several of these, one after another
 A:0.7,B:0.3                                several, drawn in these proportions
 
-Token files are mapped, so they may be larger than memory; the end of each is held out. Of several
-sources with weights as much of each is held out as the weights say, so that the held-out loss is
-that of the mixture.
+Token files are memory-mapped, so they may be larger than memory; the end of each file is held out.
+The held-out tokens of sources with weights have the proportions of the weights, so the held-out
+loss is that of the mixture.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from shardwise.train.corpus import (
     named_files,
     read_documents,
     refuse_twice,
-    tell_beside_tokens,
     token_files,
+    warn_beside_tokens,
     warn_of_held_out,
 )
 from shardwise.train.streaming import open_stream
@@ -64,36 +64,36 @@ from shardwise.train.tokens import (
 
 logger = logging.getLogger(__name__)
 
-# ------------------------------------------------------------------------------ what was named
+# ------------------------------------------------------------------------------ names of sources
 
-_MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the files
+_MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits of the loss, for files of any size
 
 
 def sources_of(spec: str) -> dict[str, float | None]:
-    """The sources that ``spec`` names, in order, each with its fraction of the samples; ``None``
-    where no weights were given."""
+    """The sources in ``spec``, in order, each with its fraction of the samples; ``None`` without
+    weights."""
     if Path(spec).expanduser().exists() or ("," not in spec and _weighted(spec)[1] is None):
         return {spec: None}
-    found = dict(map(_weighted, spec.split(",")))
-    weights = [weight for weight in found.values() if weight is not None]
-    if len(found) < spec.count(",") + 1 or "" in found:
-        raise DataError(f"{spec!r} names a source twice, or an empty one: give each once")
+    sources = dict(map(_weighted, spec.split(",")))
+    weights = [weight for weight in sources.values() if weight is not None]
+    if len(sources) < spec.count(",") + 1 or "" in sources:
+        raise DataError(f"{spec!r} names a source twice, or an empty source: give each once")
     if not weights:
-        return found
-    if len(weights) < len(found) or not all(0 < w < math.inf for w in weights):
+        return sources
+    if len(weights) < len(sources) or not all(0 < w < math.inf for w in weights):
         raise DataError(
             f"{spec!r}: give every source a positive weight, as in a.bin:0.7,b.bin:0.3, or none"
         )
-    return {name: (weight or 0.0) / sum(weights) for name, weight in found.items()}
+    return {name: (weight or 0.0) / sum(weights) for name, weight in sources.items()}
 
 
 def _weighted(source: str) -> tuple[str, float | None]:
-    """A source and its weight: the number behind the last colon that is no part of its name."""
+    """A source and its weight: the number after the last colon, if it is not part of the name."""
     source = source.strip()
     head, *rest = source.split(":")
     if not rest or Path(source).expanduser().exists():
         return source, None
-    if head == "hf" and "." not in rest[-1]:  # hf:NAME:CONFIG, whatever number a CONFIG is
+    if head == "hf" and "." not in rest[-1]:  # hf:NAME:CONFIG, where CONFIG may be a number
         return source, None
     try:
         weight = float(rest[-1])
@@ -103,12 +103,12 @@ def _weighted(source: str) -> tuple[str, float | None]:
 
 
 def holds_tokens(spec: str) -> bool:
-    """Whether the data are token numbers already, which no tokenizer reads."""
+    """Whether the data are tokens already, so that no tokenizer is needed."""
     return all(map(token_files, sources_of(spec)))
 
 
 def vocabulary_of(spec: str, tokenizer: str) -> int:
-    """The number of different tokens, without reading text: of ``bpe:SIZE`` the size asked for."""
+    """The number of different tokens, without reading text. For ``bpe:SIZE`` this is SIZE."""
     source = next(iter(sources_of(spec)))
     if files := token_files(source):
         return read_header(files[0]).vocab_size
@@ -127,40 +127,40 @@ def load_corpus(
     cache: str | Path | None = None,
     tokens_needed: int | None = None,
 ) -> Corpus:
-    """The same corpus on every rank that asks; no communication.
+    """Make a corpus. Every rank gets the same corpus, without communication.
 
     Args:
-        spec: the data, as the module's docstring lists them.
-        tokenizer: ``bytes``, ``bpe:SIZE`` or the path of a pretrained one, for text.
+        spec: the data, see the docstring of this module.
+        tokenizer: for text: ``bytes``, ``bpe:SIZE`` or the path of a pretrained tokenizer.
         held_out: fraction of the bytes (or tokens) that is never trained on.
-        cache: directory for what is costly to make (learned pieces, tokens made with pieces). A
-            rank that finds them there does not make them again: let one rank per machine go first.
-        tokens_needed: how many tokens of a dataset (``hf:``) are read at the most.
+        cache: directory for learned pieces and for tokens made with pieces, which take long to
+            make. A rank that finds them there does not make them: call this on one rank per machine
+            first.
+        tokens_needed: the largest number of tokens to read from a dataset (``hf:``).
     """
     if not 0 < held_out <= 0.5:
         raise DataError(f"held out fraction {held_out}: use more than 0 and at most 0.5")
     sources = sources_of(spec)
-    kinds = {source: bool(token_files(source)) for source in sources}
-    if len(set(kinds.values())) > 1:
-        text = next(source for source, tokens in kinds.items() if not tokens)
+    texts = [source for source in sources if not token_files(source)]
+    if texts and len(texts) < len(sources):
         raise DataError(
-            f"{spec!r} names both tokens and text: make tokens of {text} with the same tokenizer "
-            f"first (shardwise data {text} --out FILE.bin)"
+            f"{spec!r} names both tokens and text: make tokens of {texts[0]} with the same "
+            f"tokenizer first (shardwise data {texts[0]} --out FILE.bin)"
         )
     if len(sources) > 1:
         refuse_twice(sources, named_files)
-    if all(kinds.values()):
+    if not texts:
         return _token_corpus(spec, sources, held_out, tokenizer)
     streamed = [source for source in sources if source.startswith("hf:")]
     if streamed and cache is not None:
         if len(sources) > 1:
             raise DataError(
-                f"{spec!r}: a dataset is read alone; name {streamed[0]} without the others"
+                f"{spec!r}: a dataset can't be mixed with other sources: name {streamed[0]} alone"
             )
         return _dataset_corpus(spec, tokenizer, held_out, Path(cache), tokens_needed)
     documents = {source: read_documents(source) for source in sources}
-    sha256 = _mixed_digest({name: digest_of(found) for name, found in documents.items()}, sources)
-    parts = [hold_out(found, held_out) for found in documents.values()]
+    sha256 = _mixed_digest({name: digest_of(texts) for name, texts in documents.items()}, sources)
+    parts = [hold_out(texts, held_out) for texts in documents.values()]
     warn_of_held_out(spec, parts)
     codec = open_codec(tokenizer)
     if codec is not None and not isinstance(codec, Bytes):
@@ -173,14 +173,14 @@ def load_corpus(
 
 
 Documents = tuple[list[Document], list[Document]]  # to train on, held out
-TokenParts = list[tuple[Tokens, Tokens]]  # by source, likewise
+TokenParts = list[tuple[Tokens, Tokens]]  # to train on and held out, for each source
 
 
 def _encoded(parts: Sequence[Documents], codec: Codec) -> TokenParts:
-    return [
-        (codec.encode([one.data for one in train]), codec.encode([one.data for one in held]))
-        for train, held in parts
-    ]
+    def encode(documents: list[Document]) -> Tokens:
+        return codec.encode([document.data for document in documents])
+
+    return [(encode(train), encode(held)) for train, held in parts]
 
 
 def _mixed_digest(digests: dict[str, str], sources: dict[str, float | None]) -> str:
@@ -203,20 +203,21 @@ def _corpus_of(
     """A corpus of one or several sources.
 
     Args:
-        vocab_size: the number of tokens where it is not the codec's.
-        rates: bytes of text for a token of each source, where known; else the codec counts.
+        vocab_size: the number of tokens; ``None``: that of the codec.
+        rates: bytes of text per token of each source. If a rate is unknown, the codec counts bytes.
     """
     shares: tuple[tuple[int, float], ...] = ()
-    trained, held = [part[0] for part in parts], [part[1] for part in parts]
+    train, held = [part[0] for part in parts], [part[1] for part in parts]
     weights = [weight for weight in sources.values() if weight is not None]
     if len(parts) > 1 and weights:
-        shares = tuple(zip(map(len, trained), weights, strict=True))
-        most = min(len(tokens) / share for tokens, share in zip(held, weights, strict=True))
+        shares = tuple(zip(map(len, train), weights, strict=True))
+        total = min(len(tokens) / weight for tokens, weight in zip(held, weights, strict=True))
         held = [
-            tokens[: max(2, int(share * most))] for tokens, share in zip(held, weights, strict=True)
+            tokens[: max(2, int(weight * total))]
+            for tokens, weight in zip(held, weights, strict=True)
         ]
 
-    def count(arrays: Sequence[Tokens], drawn: Sequence[float]) -> int | None:
+    def count_bytes(arrays: Sequence[Tokens], drawn: Sequence[float]) -> int | None:
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(arrays) and codec is not None:
             known = [num_bytes(codec, tokens) / max(1, len(tokens)) for tokens in arrays]
@@ -225,17 +226,18 @@ def _corpus_of(
         mean = sum(rate * part for rate, part in zip(known, drawn, strict=True)) / sum(drawn)
         return round(mean * sum(map(len, arrays)))
 
-    size = vocab_size if codec is None or vocab_size is not None else codec.vocab_size
-    assert size is not None
+    if vocab_size is None:
+        assert codec is not None
+        vocab_size = codec.vocab_size
     return Corpus(
         name=name,
-        train=join(trained),
+        train=join(train),
         held_out=join(held),
-        vocab_size=size,
+        vocab_size=vocab_size,
         sha256=sha256,
         codec=codec,
-        train_bytes=count(trained, weights if shares else list(map(len, trained))),
-        held_out_bytes=count(held, list(map(len, held))),
+        train_bytes=count_bytes(train, weights if shares else list(map(len, train))),
+        held_out_bytes=count_bytes(held, list(map(len, held))),
         shares=shares,
     )
 
@@ -246,20 +248,21 @@ def _corpus_of(
 def _with_pieces(
     parts: Sequence[Documents], codec: Codec | int, cache: str | Path | None
 ) -> tuple[Codec, TokenParts]:
-    """The tokens made with a codec. A number: learn so many pieces, from the training parts alone.
+    """The tokens made with a codec. If ``codec`` is a number, learn so many pieces, from the
+    training parts alone.
 
-    They are kept in ``cache``, and a copy for the next run of this user: see :func:`shared_cache`.
+    The tokens are kept in ``cache``, with a copy in :func:`shared_cache` for other runs.
     """
 
     def make() -> Codec:
         if not isinstance(codec, int):
             return codec
-        return Pieces.train((one.data for train, _ in parts for one in train), codec)
+        return Pieces.train((document.data for train, _ in parts for document in train), codec)
 
     if cache is None:
         made = make()
         return made, _encoded(parts, made)
-    # The digest of both parts: another fraction held out learns other pieces.
+    # The digest is of both parts: with another fraction held out, other pieces are learned.
     digests = "".join(digest_of(train) + digest_of(held) for train, held in parts)
     name = f"bpe-{codec}"
     if not isinstance(codec, int):
@@ -271,7 +274,7 @@ def _with_pieces(
             try:
                 shutil.copytree(shared, partial, dirs_exist_ok=True)
                 _cached(partial, codec, len(parts))
-            except (OSError, DataError):  # not there, or some of its files were removed or damaged
+            except (OSError, DataError):  # no such folder, or files were removed or damaged
                 made = make()
                 if isinstance(made, Pieces):
                     made.save(partial / FILE)
@@ -288,25 +291,27 @@ def _with_pieces(
 
 
 def _cached(folder: Path, codec: Codec | int, count: int) -> tuple[Codec, TokenParts]:
-    """The codec and the tokens of so many sources in a cache folder."""
+    """The codec and the tokens of ``count`` sources in a cache folder."""
     made = Pieces.load(folder / FILE, codec) if isinstance(codec, int) else codec
     opened = [open_tokens(folder / name) for n in range(count) for name in _names(n)]
     if any(header.tokenizer not in (None, named_in_headers(made)) for _, header in opened):
-        raise DataError(f"{folder / FILE} is not what its tokens were made with: remove {folder}")
+        raise DataError(
+            f"{folder / FILE} is not the tokenizer of the tokens there: remove {folder}"
+        )
     arrays = [tokens for tokens, _ in opened]
     return made, list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A cache folder to fill; it appears whole or not at all. Two writers write the same."""
-    for left in filter(is_abandoned, folder.parent.glob("*")):
-        shutil.rmtree(left, ignore_errors=True)  # of a writer that was killed
+    """A cache folder to fill; it gets its name when it is complete. Two writers write the same."""
+    for abandoned in filter(is_abandoned, folder.parent.glob("*")):
+        shutil.rmtree(abandoned, ignore_errors=True)  # of a writer that was killed
     try:
         with whole_folder(folder) as partial:
             yield partial
     except OSError as error:
-        if not folder.is_dir():  # not another rank that was quicker
+        if not folder.is_dir():  # else another rank was quicker
             error.filename = error.filename or str(folder)
             raise
 
@@ -323,13 +328,13 @@ def _names(number: int) -> tuple[str, str]:
 def _dataset_corpus(
     spec: str, tokenizer: str, held_out: float, cache: Path, needed: int | None
 ) -> Corpus:
-    """Rows of a dataset as they come (see :mod:`shardwise.train.streaming`)."""
+    """The rows of a dataset, as a stream (see :mod:`shardwise.train.streaming`)."""
     stream = open_stream(spec, tokenizer, held_out, cache, needed)
-    (train, first), (held, second) = (open_tokens(stream.folder / name) for name in _names(0))
-    sha256 = hashlib.sha256(f"{first.sha256}{second.sha256}".encode()).hexdigest()
-    rate = (first.num_bytes or 0) / first.count
-    made = _corpus_of(spec, sha256, [(train, held)], {spec: None}, stream.codec, rates=[rate])
-    return dataclasses.replace(made, volumes=stream.volume)
+    (train, header), (held, held_header) = (open_tokens(stream.folder / name) for name in _names(0))
+    sha256 = hashlib.sha256(f"{header.sha256}{held_header.sha256}".encode()).hexdigest()
+    rate = (header.num_bytes or 0) / header.count
+    corpus = _corpus_of(spec, sha256, [(train, held)], {spec: None}, stream.codec, rates=[rate])
+    return dataclasses.replace(corpus, volumes=stream.volume)
 
 
 # ------------------------------------------------------------------------------------ token files
@@ -342,9 +347,9 @@ class _TokenSource:
     arrays: list[Tokens]
     vocab_size: int
     sha256: str
-    tokenizer: str | None = None  # as its headers name it
+    tokenizer: str | None = None  # the name in the headers
     codec: Codec | None = None
-    rate: float | None = None  # bytes of text for each token
+    rate: float | None = None  # bytes of text per token
 
 
 def _token_corpus(
@@ -352,37 +357,39 @@ def _token_corpus(
 ) -> Corpus:
     kind, _ = codec_named(tokenizer)
     if kind == "bpe":
-        raise DataError(f"{spec!r} holds tokens already: --tokenizer {tokenizer} is for text")
-    found = {source: _open_source(source) for source in sources}
-    sizes = {one.vocab_size for one in found.values()}
-    codecs = {None if one.codec is None else digest_of_codec(one.codec) for one in found.values()}
+        raise DataError(
+            f"{spec!r} holds tokens already, and --tokenizer {tokenizer} is for text: leave it out"
+        )
+    opened = {name: _open_source(name) for name in sources}
+    sizes = {source.vocab_size for source in opened.values()}
+    codecs = {source.codec and digest_of_codec(source.codec) for source in opened.values()}
     if len(sizes) > 1 or len(codecs) > 1:
+        vocabularies = [f"{source.vocab_size} in {name}" for name, source in opened.items()]
         raise DataError(
             f"{spec!r} mixes tokens of different tokenizers (vocabularies of "
-            f"{', '.join(f'{one.vocab_size} in {name}' for name, one in found.items())}): make "
-            f"them with one tokenizer"
+            f"{', '.join(vocabularies)}): make them with one tokenizer"
         )
-    first = next(iter(found.values()))
+    first = next(iter(opened.values()))
     codec = first.codec
-    if kind == "file":  # for tokens whose files do not name it
+    if kind == "file":  # for token files that do not name their tokenizer
         codec = open_codec(tokenizer)
         assert codec is not None
-        known = {one.tokenizer for one in found.values()} - {None, named_in_headers(codec)}
-        if known or codec.vocab_size > first.vocab_size:
+        others = {source.tokenizer for source in opened.values()} - {None, named_in_headers(codec)}
+        if others or codec.vocab_size > first.vocab_size:
             raise DataError(
                 f"--tokenizer {tokenizer} has {codec.vocab_size} tokens and {spec!r} "
-                f"{first.vocab_size}: it is not the one that they were made with; make them again "
-                f"with it, or name theirs"
+                f"{first.vocab_size}: the tokens were made with another tokenizer; name that one, "
+                f"or make the tokens again"
             )
-    parts = [_cut_ends(name, one.arrays, held_out) for name, one in found.items()]
-    sha256 = _mixed_digest({name: one.sha256 for name, one in found.items()}, sources)
-    rates = [one.rate for one in found.values()]
+    parts = [_cut_ends(name, source.arrays, held_out) for name, source in opened.items()]
+    sha256 = _mixed_digest({name: source.sha256 for name, source in opened.items()}, sources)
+    rates = [source.rate for source in opened.values()]
     return _corpus_of(spec, sha256, parts, sources, codec, first.vocab_size, rates)
 
 
 def _open_source(source: str) -> _TokenSource:
     files = token_files(source)
-    tell_beside_tokens(source, files)
+    warn_beside_tokens(source, files)
     opened = [open_tokens(file) for file in files]
     headers = [header for _, header in opened]
     first, codec = headers[0], _codec_beside(files[0], headers[0].tokenizer)
@@ -395,17 +402,19 @@ def _open_source(source: str) -> _TokenSource:
             )
     if isinstance(codec, Bytes) and first.vocab_size != codec.vocab_size:
         raise DataError(
-            f"{files[0]} says that its tokens are bytes, but vocab_size={first.vocab_size} and "
-            f"bytes have {codec.vocab_size}: write it again"
+            f"{files[0]} says that its tokens are bytes, but it has vocab_size={first.vocab_size} "
+            f"and bytes have {codec.vocab_size}: write it again"
         )
+    sha256 = first.sha256
+    if len(headers) > 1:
+        digests = "".join(header.sha256 for header in headers)
+        sha256 = hashlib.sha256(digests.encode()).hexdigest()
     counts = [header.num_bytes for header in headers if header.num_bytes is not None]
     total = sum(header.count for header in headers)
     return _TokenSource(
         arrays=[tokens for tokens, _ in opened],
         vocab_size=first.vocab_size,
-        sha256=first.sha256
-        if len(headers) == 1
-        else hashlib.sha256("".join(header.sha256 for header in headers).encode()).hexdigest(),
+        sha256=sha256,
         tokenizer=first.tokenizer,
         codec=codec,
         rate=sum(counts) / total if len(counts) == len(headers) and total else None,
@@ -413,34 +422,36 @@ def _open_source(source: str) -> _TokenSource:
 
 
 def _codec_beside(file: Path, tokenizer: str | None) -> Codec | None:
-    """The codec that a header names; ``None`` if it names none, or its file is not there."""
-    if tokenizer is None or tokenizer == "bytes":
-        return None if tokenizer is None else Bytes()
+    """The codec that a header names; ``None`` if it names none, or there is no such file."""
+    if tokenizer is None:
+        return None
+    if tokenizer == "bytes":
+        return Bytes()
     name, _, digest = tokenizer.partition(":")
     codec = saved_codec(file.parent) if name == FILE else None
     if codec is None:
         text = (
-            "%s was made with a tokenizer (%s) that does not lie beside it: texts are shown as "
+            "%s was made with a tokenizer (%s) that is not in its folder: texts are shown as "
             "numbers, and exports have no tokenizer"
         )
         warn_once(logger, text, file, name)
     elif digest_of_codec(codec) != digest:
         raise DataError(
             f"{file.parent / name} is not the tokenizer that {file.name} was made with: put that "
-            f"one there, or make the tokens again"
+            f"tokenizer there, or make the tokens again"
         )
     return codec
 
 
 def _cut_ends(name: str, arrays: Sequence[Tokens], fraction: float) -> tuple[Tokens, Tokens]:
-    """Hold out the end of every file: token files do not say where documents begin."""
+    """Hold out the end of every file, as token files do not mark the begin of documents."""
     total = sum(map(len, arrays))
     if total == 0:
         raise DataError(f"{name} holds no tokens: write it again")
     train, held = [], []
     for tokens in arrays:
         most = _MOST_HELD_OUT * len(tokens) // total
-        at = max(0, len(tokens) - min(max(2, round(fraction * len(tokens))), most))
-        train.append(tokens[:at])
-        held.append(tokens[at:])
+        cut = max(0, len(tokens) - min(max(2, round(fraction * len(tokens))), most))
+        train.append(tokens[:cut])
+        held.append(tokens[cut:])
     return join(train), join(held)

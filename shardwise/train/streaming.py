@@ -2,13 +2,14 @@
 """Streaming: a dataset whose rows are read while a run trains on them.
 
     rows --tokens-->  volume 0 | volume 1 | volume 2 | ...    files of equal length in the cache
-    epochs of a run   0        | 1        | 2        | ...    each shuffled in itself
+    epochs of a run   0        | 1        | 2        | ...    the windows of each are shuffled
 
-A run begins when volume 0 is there. One process of a machine, the first to lock the folder, writes
-the others ahead of the run, in a thread; the ranks wait for a volume that they need and that is not
-there yet. Rows that are held out (by a hash of their number) come from those of volume 0 alone;
-later ones of them are left out. Volumes stay: a resumed run reads on where the last one ended.
-Where the dataset ends, the whole volumes begin anew.
+A run begins when volume 0 is complete. One process of a machine, the first that locks the folder,
+writes the other volumes ahead of the run, in a thread. A rank that needs a volume waits until it is
+complete. Rows are chosen to be held out by a hash of their number. Those among the rows of volume 0
+are the held-out text; later ones are left out. Volumes stay in the cache, and a resumed run
+continues to read after the last volume. At the end of the dataset, the complete volumes are drawn
+again from the first on.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from shardwise.train.tokens import (
 logger = logging.getLogger(__name__)
 
 VOLUME = 1 << 24  # tokens
-_BATCH = 1 << 20  # bytes of text that are tokenised at a time, by a thread for each core
+_BATCH = 1 << 20  # bytes of text to tokenise at a time, with a thread for each core
 _NONE = np.zeros(0, np.uint16)
 _ENDED, _LOCK = "ended", ".lock"  # files beside the volumes
 
@@ -66,21 +67,21 @@ class Stream:
     length: int | None = None  # tokens of a volume; None: all rows are one volume
     count: int = 1  # volumes that the run needs
     _mapped: dict[int, Tokens] = field(default_factory=dict)  # the last two
-    _failed: str | None = None  # why this process could not write on
+    _failed: str | None = None  # the reason why this process could not continue to write
 
     def path(self, volume: int) -> Path:
         return self.folder / (f"train-{volume}.bin" if volume else "train.bin")
 
     def volume(self, number: int) -> Tokens:
         """The tokens of a volume; waits until it is written."""
-        whole = int((self.folder / _ENDED).read_text()) if self._has_ended else None
-        if whole is not None and number >= whole:
-            text = "%s has no more rows than for %d volumes: they are drawn again from the first on"
-            warn_once(logger, text, self.spec, whole)
+        num_volumes = int((self.folder / _ENDED).read_text()) if self._has_ended else None
+        if num_volumes is not None and number >= num_volumes:
+            text = "%s has rows for %d volumes only: they are drawn again from the first on"
+            warn_once(logger, text, self.spec, num_volumes)
         if number >= self.count and not self.path(number).is_file():
-            number %= self.count  # a batch that is prepared and never used
-        if whole is not None:
-            number %= whole
+            number %= self.count  # for the batch prepared after the last step, which nobody reads
+        if num_volumes is not None:
+            number %= num_volumes
         if number not in self._mapped:
             began = time.monotonic()
             while not self.path(number).is_file():
@@ -89,8 +90,8 @@ class Stream:
                 if self._has_ended:
                     return self.volume(number)
                 if time.monotonic() - began > 5:
-                    warn_once(logger, "waiting for rows of %s: steps take them faster", self.spec)
-                self._write_alone()  # the writer may have ended, or needed fewer volumes
+                    warn_once(logger, "training waits for rows of %s: steps are faster", self.spec)
+                self._write_alone()  # another writer may have ended, or needed fewer volumes
                 time.sleep(0.05)
             self._mapped = dict([*self._mapped.items()][-1:])
             self._mapped[number] = open_tokens(self.path(number))[0]
@@ -99,16 +100,16 @@ class Stream:
     # ------------------------------------------------------------------------------ writing
 
     def _write_alone(self) -> None:
-        """Write volume 0 if it is not there, and in a thread the others that the run needs, unless
-        another writer of this machine is at work."""
+        """Write volume 0 if it does not exist, and in a thread the other volumes that the run
+        needs. Do nothing if another process of this machine writes them."""
         lock = (self.folder / _LOCK).open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
             return
-        for left in self.folder.glob("*.partial"):
-            left.unlink(missing_ok=True)  # of a writer that was killed
+        for partial in self.folder.glob("*.partial"):
+            partial.unlink(missing_ok=True)  # of a writer that was killed
         written = self._write()
         if not self.path(0).is_file():
             next(written, None)
@@ -119,57 +120,59 @@ class Stream:
         try:
             for _ in written:
                 pass
-        except Exception as error:  # other ranks try it themselves when they come to this volume
-            problem = f"{self.spec!r} could not be read on ({type(error).__name__}: {error})"
-            self._failed = f"{problem}: resume the run when it can be"
+        except Exception as error:  # other ranks try to write when they need the next volume
+            problem = f"rows of {self.spec!r} could not be read ({type(error).__name__}: {error})"
+            self._failed = f"{problem}: resume the run when they can"
         lock.close()
 
     def _write(self) -> Iterator[int]:
-        """Write the volumes that are missing, in order; yields the number of each."""
-        done = 0
-        while self.path(done).is_file():
-            done += 1
-        if done >= self.count or self._has_ended:
+        """Write the missing volumes in order; yield the number of each."""
+        volume = 0
+        while self.path(volume).is_file():
+            volume += 1
+        if volume >= self.count or self._has_ended:
             return
-        first, at = json.loads(self._mark(done - 1).read_text()) if done else (0, 0)
-        train = TokenWriter(self.path(done), self.codec.vocab_size)
-        beside = self.folder / "held_out.bin"
-        held = None if done else TokenWriter(beside, self.codec.vocab_size)
+        # The first row to read, and its first token that is in no volume yet.
+        first, begin = json.loads(self._mark(volume - 1).read_text()) if volume else (0, 0)
+        train = TokenWriter(self.path(volume), self.codec.vocab_size)
+        held = None  # held-out rows are written together with volume 0
+        if volume == 0:
+            held = TokenWriter(self.folder / "held_out.bin", self.codec.vocab_size)
         try:
             for row, is_held, tokens in self._rows(first):
                 if is_held:
                     if held is not None:
                         self._add(tokens, held)
                     continue
-                while self.length is not None and train.count + len(tokens) - at > self.length:
-                    end = at + self.length - train.count
-                    self._add(tokens[at:end], train)
-                    at = end
+                while self.length is not None and train.count + len(tokens) - begin > self.length:
+                    end = begin + self.length - train.count
+                    self._add(tokens[begin:end], train)
+                    begin = end
                     if held is not None:
-                        if held.count < 2:  # none came so far: the next one
-                            found = (more for _, one, more in self._rows(row) if one)
-                            self._add(next(found, _NONE), held)
+                        if held.count < 2:  # no row so far was held out: take the next such row
+                            later = (tokens for _, is_held, tokens in self._rows(row) if is_held)
+                            self._add(next(later, _NONE), held)
                         held.close()
                         held = None
-                    write_whole(self._mark(done), json.dumps([row, at]).encode())
+                    write_whole(self._mark(volume), json.dumps([row, begin]).encode())
                     train.close()
-                    yield done
-                    done += 1
-                    if done >= self.count:
+                    yield volume
+                    volume += 1
+                    if volume >= self.count:
                         return
-                    train = TokenWriter(self.path(done), self.codec.vocab_size)
-                self._add(tokens[at:], train)
-                at = 0
-            write_whole(self.folder / _ENDED, str(max(1, done)).encode())
+                    train = TokenWriter(self.path(volume), self.codec.vocab_size)
+                self._add(tokens[begin:], train)
+                begin = 0
+            write_whole(self.folder / _ENDED, str(max(1, volume)).encode())
             if held is not None:  # the dataset is shorter than a volume
                 held.close()
                 held = None
                 train.close()
-                yield done
+                yield volume
         finally:
-            for one in (train, held):
-                if one is not None:
-                    one.discard()
+            for writer in (train, held):
+                if writer is not None:
+                    writer.discard()
 
     def _add(self, tokens: Tokens, file: TokenWriter) -> None:
         file.num_bytes = (file.num_bytes or 0) + num_bytes(self.codec, tokens)
@@ -177,11 +180,11 @@ class Stream:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether all rows are written: of a short dataset volume 0 comes after the file."""
+        """Whether all rows are written. (A short dataset gets ``ended`` before volume 0.)"""
         return (self.folder / _ENDED).is_file() and self.path(0).is_file()
 
     def _mark(self, volume: int) -> Path:
-        """The end of a volume: a row, and the number of its tokens that are inside."""
+        """The file with the end of a volume: a row, and the number of its tokens inside."""
         return self.folder / f"mark-{volume}.json"
 
     def _rows(self, first: int) -> Iterator[tuple[int, bool, Tokens]]:
@@ -197,7 +200,7 @@ class Stream:
         yield from self._encoded(batch)
 
     def _encoded(self, documents: list[Document]) -> Iterator[tuple[int, bool, Tokens]]:
-        encoded = encode_each(self.codec, [one.data for one in documents])
+        encoded = encode_each(self.codec, [document.data for document in documents])
         for document, tokens in zip(documents, encoded, strict=True):
             draw = int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8], "big")
             number = int(document.name.rpartition("/")[2])
@@ -207,7 +210,7 @@ class Stream:
 def open_stream(
     spec: str, tokenizer: str, held_out: float, cache: Path, needed: int | None
 ) -> Stream:
-    """The stream of a dataset for a run that needs so many tokens; its volume 0 is there."""
+    """The stream of a dataset for a run that needs this number of tokens, with volume 0 written."""
     key = hashlib.sha256(f"{spec}\0{tokenizer}\0{held_out}".encode()).hexdigest()[:16]
     folder = cache / f"dataset-{key}"
     codec = open_codec(tokenizer)
@@ -224,7 +227,7 @@ def open_stream(
     elif needed is not None:
         stream.length = min(VOLUME, needed + 1)
     if stream.length is not None and needed is not None and needed > stream.length:
-        stream.count = -(-needed // stream.length) + 1  # windows leave out the end of each
+        stream.count = -(-needed // stream.length) + 1  # windows leave out the end of each volume
     folder.mkdir(parents=True, exist_ok=True)
     stream._write_alone()
     stream.volume(0)

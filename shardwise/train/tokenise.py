@@ -4,8 +4,8 @@
     files --> pieces of work in one order --> workers: read, parse, encode --> token files in order
 
 A piece of work is a few text files, a range of bytes of a file of JSON lines (the lines that begin
-in it) or a row group of a parquet file. Workers read it themselves; the tokens come back in order,
-so any number of workers writes the same files. Nothing here imports torch.
+there) or a row group of a parquet file. Workers read the files themselves. The tokens come back in
+order, so any number of workers writes the same file. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -54,51 +54,55 @@ class TextPiece:
     kind: str  # text, lines, parquet
     paths: tuple[str, ...]
     size: int
-    begin: int = 0
-    end: int | None = None  # of a file of lines: in bytes; of a parquet file: row groups
+    begin: int = 0  # of a file of lines: in bytes; of a parquet file: in row groups
+    end: int | None = None
 
 
 def work_of(sources: Sequence[str], column: str) -> list[TextPiece]:
-    """The pieces of work of files, directories and patterns, in an order that no file system
-    decides."""
-    found: list[TextPiece] = []
-    texts: list[Path] = []
-
-    def flush() -> None:
-        if texts:
-            size = sum(path.stat().st_size for path in texts)
-            found.append(TextPiece("text", tuple(map(str, texts)), size))
-            texts.clear()
-
+    """The pieces of work of files, directories and patterns, in an order that does not depend on
+    the file system."""
+    pieces: list[TextPiece] = []
+    texts: list[Path] = []  # for the next piece of text files
+    size_of_texts = 0
     refuse_twice(sources)
-    for path in [path for source in sources for path in _with_contents(source)]:
+    paths = [path for source in sources for path in _with_contents(source)]
+    for path in [*paths, None]:
+        name = "" if path is None else path.name.lower()
+        is_text = path is not None and not name.endswith((".parquet", *_LINES))
+        if texts and (not is_text or size_of_texts >= PIECE):
+            pieces.append(TextPiece("text", tuple(map(str, texts)), size_of_texts))
+            texts, size_of_texts = [], 0
+        if path is None:
+            break
         size = path.stat().st_size
-        name = path.name.lower()
-        if name.endswith((".parquet", *_LINES)):
-            flush()
-            lines = name.endswith(_LINES)
-            found += _lines(path, size) if lines else _parquet(path, size, column)
-            continue
-        texts.append(path)
-        if sum(one.stat().st_size for one in texts) >= PIECE:
-            flush()
-    flush()
-    return found
+        if is_text:
+            texts.append(path)
+            size_of_texts += size
+        else:
+            pieces += _lines(path, size) if name.endswith(_LINES) else _parquet(path, size, column)
+    return pieces
 
 
 def _with_contents(source: str) -> list[Path]:
-    """The files of a source that are not empty; tells of the others."""
+    """The files of a source that are not empty. Warns of other files."""
     files, left = find_files(source)
-    for path in (empty := [path for path in files if not path.stat().st_size]):
-        left.add("empty", path)
-    if len(empty) == len(files):
-        raise DataError(f"there is no text in {source!r} ({left if left.found else 'no file'})")
-    left.tell()
-    return [path for path in files if path not in empty]
+    filled = []
+    for path in files:
+        if path.stat().st_size:
+            filled.append(path)
+        else:
+            left.add("empty", path)
+    if not filled:
+        raise DataError(
+            f"there is no text in {source!r} ({left if left.paths else 'no file'}): name text, "
+            f".jsonl, .jsonl.gz or .parquet files"
+        )
+    left.warn()
+    return filled
 
 
 def _lines(path: Path, size: int) -> list[TextPiece]:
-    if path.suffix == ".gz":  # can be read from its beginning alone
+    if path.suffix == ".gz":  # can only be read from its begin
         return [TextPiece("lines", (str(path),), size)]
     return [
         TextPiece("lines", (str(path),), min(PIECE, size - at), at, at + PIECE)
@@ -118,7 +122,7 @@ def _parquet(path: Path, size: int, column: str) -> list[TextPiece]:
     if column not in file.schema_arrow.names:
         raise DataError(
             f"{path} has no column {column!r} (columns: {', '.join(file.schema_arrow.names)}): "
-            f"name the one with the text with --column"
+            f"name the column of the text with --column"
         )
     groups = file.num_row_groups
     return [TextPiece("parquet", (str(path),), size // groups, n, n + 1) for n in range(groups)]
@@ -133,7 +137,7 @@ def _parquet_file(path: Path) -> Any:
 
 
 def texts_of(work: TextPiece, column: str) -> Iterator[bytes]:
-    """The documents of a piece of work, without empty ones."""
+    """The documents of a piece of work that are not empty."""
     return filter(None, _documents(work, column))
 
 
@@ -158,15 +162,15 @@ def _read_lines(work: TextPiece, column: str) -> Iterator[bytes]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         if work.begin:
             file.seek(work.begin - 1)
-            file.readline()  # belongs to the piece before, which reads past its end
-        at = file.tell()
-        while work.end is None or at < work.end:
+            file.readline()  # the end of a line of the piece before
+        position = file.tell()
+        while work.end is None or position < work.end:
             line = file.readline()
             if not line:
                 return
             if line.strip():
-                yield _text_in(line, column, f"{path}, byte {at}")
-            at += len(line)
+                yield _text_in(line, column, f"{path}, byte {position}")
+            position += len(line)
 
 
 def _text_in(line: bytes, column: str, where: str) -> bytes:
@@ -205,14 +209,14 @@ def _start_worker(codec: str | Codec, column: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends: it would wait for work forever."""
+    """End this worker when its parent ends. Otherwise it would wait for work forever."""
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os._exit(1)
 
 
 def _encode(work: TextPiece) -> Encoded:
-    """The tokens of a piece of work; the numbers of bytes and of documents that they are, and of
-    documents without text."""
+    """The tokens of a piece of work; its number of bytes, of documents, and of documents without
+    text."""
     assert _codec is not None
     documents = list(_documents(work, _column))
     texts = list(filter(None, documents))
@@ -223,13 +227,14 @@ def _encode(work: TextPiece) -> Encoded:
 def _encoded(
     pieces: Sequence[TextPiece], workers: int, setup: tuple[str | Codec, str]
 ) -> Iterator[tuple[TextPiece, Encoded]]:
-    """Each piece and its tokens, in order, from so many processes; few pieces wait at a time."""
+    """Each piece and its tokens, in order, computed by worker processes. At most four pieces per
+    worker are in progress."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start_worker, setup)
     waiting: deque[tuple[TextPiece, Future[Encoded]]] = deque()
     try:
         for piece in pieces:
-            # Workers start here, and never see Ctrl-C: one might hold the lock of a queue then.
+            # `submit` starts workers, which must ignore Ctrl-C: they may hold the lock of a queue.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             waiting.append((piece, executor.submit(_encode, piece)))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -241,8 +246,7 @@ def _encoded(
             yield first, future.result()
     except BrokenProcessPool:
         raise DataError(
-            f"a worker was killed (out of memory?) while {workers} of them made tokens: use fewer "
-            f"with --workers"
+            f"one of {workers} workers was killed (out of memory?): use fewer with --workers"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
@@ -259,13 +263,13 @@ def tokenise(
     column: str | None = None,
     workers: int | None = None,
 ) -> Path:
-    """Write a token file; returns its path.
+    """Write a token file; return its path.
 
     Args:
         out: a file (``.bin``), or a directory that does not exist yet, or is empty.
         column: the key of JSON lines, or the column of parquet files, that holds the text
             (``None``: "text").
-        workers: processes; ``None``: one for every core.
+        workers: number of processes; ``None``: one for every core.
     """
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: give 1 or more")
@@ -273,7 +277,7 @@ def tokenise(
         raise DataError("shardwise data reads files; shardwise train --data hf:NAME reads datasets")
     single = out.suffix == ".bin"
     if out.exists() and (single or not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there already: remove it, or name another place")
+        raise DataError(f"{out} exists already: remove it, or name another place")
     work = work_of(sources, column or "text")
     if column is not None and all(piece.kind == "text" for piece in work):
         raise DataError(
@@ -290,12 +294,12 @@ def tokenise(
     if not isinstance(codec, Bytes):
         write_codec(folder, codec)
     setup = (codec if isinstance(codec, Bytes) else str(folder), column)
-    named, path = named_in_headers(codec), out if single else out / "tokens.bin"
-    writer = TokenWriter(path, codec.vocab_size, tokenizer=named)
+    path = out if single else out / "tokens.bin"
+    writer = TokenWriter(path, codec.vocab_size, tokenizer=named_in_headers(codec))
     writer.num_bytes = num_texts = num_empty = 0
     try:
         with _progress() as progress:
-            bar = progress.add_task("tokens", total=sum(one.size for one in work), tokens="0")
+            bar = progress.add_task("tokens", total=sum(piece.size for piece in work), tokens="0")
             for piece, (tokens, read, documents, empty) in _encoded(
                 work, workers or os.cpu_count() or 1, setup
             ):
@@ -304,16 +308,17 @@ def tokenise(
                 num_empty += empty
                 progress.update(bar, advance=piece.size, tokens=f"{writer.count:,}")
         if not num_texts:
-            raise DataError(f"there is no text in what was named: {out} is not written")
+            raise DataError(f"{', '.join(sources)}: no document has text; {out} is not written")
         writer.close()
     finally:
         writer.discard()
-    Console(stderr=True, highlight=False).print(
+    text = (
         f"{num_texts:,} documents, {writer.num_bytes:,} bytes, {writer.count:,} tokens "
         f"({writer.num_bytes / writer.count:.2f} bytes each)"
-        + f"; left out: {num_empty:,} without text"
-        * (num_empty > 0)
     )
+    if num_empty:
+        text += f"; left out: {num_empty:,} documents without text"
+    Console(stderr=True, highlight=False).print(text)
     return writer.path
 
 

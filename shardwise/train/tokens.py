@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files: integers on disk that are mapped into memory, however many; errors of data.
+"""Token files: integers on disk, mapped into memory, so they may be larger than it; errors of data.
 
     0       8         12       16                    4064     4096
     | magic | version | length | JSON header, spaces | sha256 | little-endian uint16 or uint32 ... |
 
-The header holds dtype, vocab_size, count, num_bytes (of the text they came from, for bits per
-byte; null where unknown), tokenizer ("bytes", "tokenizer.json:SHA256" for a file beside this one,
-or null) and the sha256 of the tokens. The sha256 behind it is that of the 4064 bytes before. A file
-is written beside its name and renamed when complete, so a reader never meets half of one.
+The header holds dtype, vocab_size, count, num_bytes (of the text of the tokens, for bits per byte;
+null if unknown), tokenizer ("bytes", "tokenizer.json:SHA256" for a file beside this file, or null)
+and the sha256 of the tokens. The sha256 after it is that of the first 4064 bytes. A file is written
+under another name and renamed when complete, so a reader never sees half of it.
 
-Opening a file checks every byte of the header, the size and, up to :data:`CHECKED_BYTES`, the
-checksum and every token: a run that first reads 100 GB never starts. Of a larger file the first and
-last tokens are checked, and every token as it is drawn (:mod:`shardwise.train.sampler`).
+Opening a file checks every byte of the header and the size. A file of up to :data:`CHECKED_BYTES`
+is read whole to check its sha256 and every token. That would take too long for a larger file: its
+first and last tokens are checked, and each token when it is drawn (:mod:`shardwise.train.sampler`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CHUNK = 1 << 22  # tokens read at a time
 
 
 class DataError(ValueError):
-    """Data that can't be trained on. Every message names the value, the reason and the fix."""
+    """The data can't be used for training. The message has the value, the reason and the fix."""
 
 
 class MissingExtraError(DataError, ImportError):
-    """A package that only this kind of data needs is not installed."""
+    """An optional package, which this kind of data needs, is not installed."""
 
 
 # ------------------------------------------------------------------------------ files
@@ -72,8 +72,8 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 class TokenWriter:
-    """Writes a token file array by array: ``add`` as they come, then ``close``; ``discard`` if
-    anything has failed. The file has its name from ``close`` on."""
+    """Writes a token file array by array: ``add`` each array, then ``close``, which gives the file
+    its name. ``discard`` removes a file that was not closed."""
 
     def __init__(self, path: str | Path, vocab_size: int, *, tokenizer: str | None = None) -> None:
         if not 0 < vocab_size <= 1 << 32:
@@ -96,7 +96,7 @@ class TokenWriter:
         self.count += len(tokens)
 
     def close(self) -> TokenHeader:
-        """Publish the file."""
+        """Write the header and give the file its name."""
         header = TokenHeader(
             dtype=dtype_for(self.vocab_size).name,
             vocab_size=self.vocab_size,
@@ -114,14 +114,14 @@ class TokenWriter:
         return header
 
     def discard(self) -> None:
-        """Remove what was not published."""
-        with contextlib.suppress(OSError):  # a full disk takes no buffered bytes
+        """Remove the file unless it was closed."""
+        with contextlib.suppress(OSError):  # buffered bytes do not fit on a full disk
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file, which has its name from when all of it is on the disk."""
+    """Write a small file. It gets its name when all of it is on the disk."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -141,12 +141,12 @@ def write_tokens(
     num_bytes: int | None = None,
     tokenizer: str | None = None,
 ) -> TokenHeader:
-    """Write one array, or arrays one after another as they are made, and return the header.
+    """Write a token file from an array, or from arrays that are joined; return the header.
 
     Args:
-        num_bytes: how many bytes of text the tokens stand for. Without it losses can be given per
-            token only.
-        tokenizer: ``"bytes"`` where token i < 256 is byte i, so that generated text can be read.
+        num_bytes: the number of bytes of text that the tokens stand for. Without it, losses are
+            known per token only.
+        tokenizer: ``"bytes"`` if token i < 256 is byte i, so that generated text can be read.
     """
     writer = TokenWriter(path, vocab_size, tokenizer=tokenizer)
     try:
@@ -159,16 +159,18 @@ def write_tokens(
 
 
 class Joined:
-    """Arrays of tokens one after another, such as many mapped files, read as if they were one.
+    """Several arrays of tokens, such as mapped files, joined to one array without a copy.
 
-    Has what samplers ask of an array: its length, slices and gathers by an array of positions.
-    Only what is asked for is read.
+    It supports what samplers need: the length, slices, and an array of positions as the index. Only
+    the tokens of an access are read.
     """
 
     def __init__(self, arrays: Iterable[Tokens]) -> None:
         self.arrays = [array for array in arrays if len(array)]
         self.dtype = np.result_type(*(array.dtype for array in self.arrays))
-        self._ends = np.cumsum([len(array) for array in self.arrays])
+        lengths = [len(array) for array in self.arrays]
+        self._ends = np.cumsum(lengths)
+        self._begins = self._ends - lengths
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -182,25 +184,21 @@ class Joined:
                 for array, first in zip(self.arrays, self._begins, strict=True)
             ]
             return np.concatenate([np.empty(0, self.dtype), *(p for p in parts if len(p))])
-        found = np.empty(at.shape, self.dtype)
+        tokens = np.empty(at.shape, self.dtype)
         which = np.searchsorted(self._ends, at, side="right")
         for number in np.unique(which):
             here = which == number
-            found[here] = self.arrays[number][at[here] - self._begins[number]]
-        return found
-
-    @property
-    def _begins(self) -> list[int]:
-        return [0, *(int(end) for end in self._ends[:-1])]
+            tokens[here] = self.arrays[number][at[here] - self._begins[number]]
+        return tokens
 
 
 def join(arrays: Sequence[Tokens]) -> Tokens:
-    """One array of tokens, or what can be read like one."""
+    """The only array, or several arrays joined."""
     return arrays[0] if len(arrays) == 1 else cast(Tokens, Joined(arrays))
 
 
 def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
-    """Map a token file into memory, after the checks that the module's docstring names."""
+    """Map a token file into memory, after the checks in the docstring of this module."""
     path = Path(path)
     header = read_header(path)
     tokens: Tokens = np.empty(0, _DTYPES[header.dtype])
@@ -228,12 +226,12 @@ def read_header(path: Path) -> TokenHeader:
         head = file.read(HEADER_BYTES)
     if head[: len(MAGIC)] != MAGIC:
         raise DataError(
-            f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): write it with "
-            f"shardwise data, or with shardwise.train.tokens.write_tokens"
+            f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): make token "
+            f"files with shardwise data, or with shardwise.train.tokens.write_tokens"
         )
     if len(head) < HEADER_BYTES:
         raise DataError(
-            f"{path} is truncated: it has {len(head)} bytes, and a header alone {HEADER_BYTES}; "
+            f"{path} is truncated: it has {len(head)} bytes, and the header has {HEADER_BYTES}: "
             f"copy or write it again"
         )
     version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
@@ -245,7 +243,7 @@ def read_header(path: Path) -> TokenHeader:
     try:
         header = TokenHeader(**json.loads(head[16 : 16 + length]))
         _check_values(header)
-        # Catches changed bytes that the header does not describe: digest, spaces, version.
+        # Finds changed bytes that the values of the header do not show: digest, spaces, version.
         if _encode_header(header) != head:
             raise ValueError("some of its bits have changed")
     except (ValueError, TypeError, RecursionError) as error:
@@ -272,7 +270,7 @@ def _check_size(path: Path, header: TokenHeader) -> None:
     if size != expected:
         what = "truncated" if size < expected else "longer than its header says"
         raise DataError(
-            f"{path} is {what}: {header.count} tokens take {expected} bytes and it has {size}; "
+            f"{path} is {what}: {header.count} tokens take {expected} bytes, and it has {size}: "
             f"copy or write it again"
         )
 
@@ -294,8 +292,8 @@ def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
         digest.update(np.ascontiguousarray(chunk).data)
     if digest.hexdigest() != header.sha256:
         raise DataError(
-            f"{path} has other contents than were written (sha256 {digest.hexdigest()[:12]}…, the "
-            f"header says {header.sha256[:12]}…): copy or write it again"
+            f"{path} has other contents than were written (sha256 {digest.hexdigest()[:12]}…, in "
+            f"the header {header.sha256[:12]}…): copy or write it again"
         )
 
 

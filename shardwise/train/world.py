@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World: the ranks of a run as one rank sees them, how it joins them and how it leaves."""
+"""World: the ranks of a run as one rank sees them, and how a rank joins and leaves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
-STOP_FILE = "SHARDWISE_STOP"  # the path of a file of the user's: ranks that find it save and end
-LAUNCHER = "SHARDWISE_LAUNCHER"  # our launcher of this rank: its pid, a colon, its folder
-AGAIN = 75  # the exit status of ranks that our launcher starts again: "try again" (EX_TEMPFAIL)
+STOP_FILE = "SHARDWISE_STOP"  # the path of a file; ranks save and end when it exists
+LAUNCHER = "SHARDWISE_LAUNCHER"  # "PID:FOLDER" of the `shardwise train` that started this rank
+AGAIN = 75  # the exit status of ranks that the launcher must start again (EX_TEMPFAIL)
 GPUS = "/dev/nvidia[0-9]*"
 _PR_SET_PDEATHSIG = 1
 
@@ -56,14 +56,14 @@ class World:
         return all_ranks()
 
     def together(self, make: Callable[[], Made]) -> Made:
-        """The value of ``make``; an error on any rank is raised on all ranks, as ``ValueError``."""
+        """Call ``make`` on all ranks; return its value. An error of any rank is raised on all."""
 
         def work() -> Made:
             try:
                 return make()
             except (ValueError, OSError, NotImplementedError, ImportError):
                 raise
-            except Exception as error:  # no mistake of the user
+            except Exception as error:  # not a mistake of the user: show the traceback
                 logger.exception("rank %d", self.rank)
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -71,48 +71,48 @@ class World:
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank, by ``torchrun`` or by ourselves."""
+    """Whether this process was started as a rank, by ``torchrun`` or by ``shardwise train``."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def changes_file() -> Path | None:
-    """The file in which a rank leaves the configuration's values to start all ranks again with;
-    None where another launcher than ours started them."""
+    """The file for values of the configuration to start all ranks again with; None if another
+    launcher, such as torchrun, started the ranks."""
     folder = launcher()[1]
     return None if folder is None else folder / "changes.json"
 
 
 def stop_files() -> list[str]:
-    """The files that ask the ranks to stop: the user's, and that of our launcher."""
+    """The files that ask the ranks to stop: the user's file, and that of the launcher."""
     folder = launcher()[1]
     return [os.environ.get(STOP_FILE, ""), "" if folder is None else str(folder / "stop")]
 
 
 def launcher() -> tuple[int | None, Path | None]:
-    """The pid of our launcher and the folder that it has made for its ranks, and removes; None
-    where another one started them."""
+    """The pid of the ``shardwise train`` that started this rank, and its temporary folder; None if
+    another launcher started the rank."""
     pid, _, folder = os.environ.get(LAUNCHER, "").partition(":")
     return (int(pid), Path(folder)) if folder else (None, None)
 
 
 def changes_left() -> dict[str, Any]:
-    """The values that a rank of this launch has left in :func:`changes_file`."""
+    """The values in :func:`changes_file`; empty if no rank of this launch has written it."""
     file = changes_file()
     return {} if file is None or not file.exists() else json.loads(file.read_text())
 
 
 def num_restarts() -> int:
-    """How often the ranks of this launch have been started again."""
+    """How often the ranks of this launch have been restarted."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + bool(changes_left())
 
 
 def launch_name() -> str | None:
-    """The name of this launch, kept over restarts of its ranks; None without torch's agent."""
+    """The name of this launch, the same after restarts of its ranks; None without torch's agent."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def check_gpus() -> None:
-    """Raise where the machine has a GPU that torch cannot use: CPU ranks are not what is meant."""
+    """Raise if the machine has a GPU that torch cannot use: nobody wants CPU ranks there."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if hidden or torch.cuda.is_available() or not glob(GPUS):
         return
@@ -122,13 +122,13 @@ def check_gpus() -> None:
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())
     raise ValueError(
-        f"repair torch or the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on CPU: this "
-        f"machine has a GPU that torch {torch.__version__} cannot use ({reason})"
+        f"this machine has a GPU that torch {torch.__version__} cannot use ({reason}): repair "
+        f"torch or the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on CPU"
     )
 
 
 def join(timeout: float) -> World:
-    """Join the other ranks: NCCL between GPUs where there are some, gloo between hosts."""
+    """Join the other ranks, with NCCL for GPUs (if there are any) and gloo for CPUs."""
     check_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -143,7 +143,7 @@ def join(timeout: float) -> World:
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
-    # torchrun may keep its store over a restart, with the addresses of dead ranks in it.
+    # After a restart the store of torchrun may still contain the addresses of dead ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with meeting():
         store, rank, size = next(rendezvous("env://", timeout=limit))
@@ -159,12 +159,12 @@ def join(timeout: float) -> World:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM (save and end) to this rank when its launcher dies, however that
-    happens. Linux only."""
+    """Make the kernel send SIGTERM (save and end) to this rank when its launcher dies, for any
+    reason. Linux only."""
     if launch_name() is None or sys.platform != "linux":
-        return  # started by hand, perhaps from a shell that may end
+        return  # started by hand, perhaps from a shell that ends before the run
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_orphaned():  # the launcher died before that call
+    if is_orphaned():  # the launcher died before the call above
         raise RuntimeError("the launcher of this rank has died")
 
 
@@ -174,7 +174,7 @@ def is_orphaned() -> bool:
 
 
 def leave(code: int) -> None:
-    """End this rank: in order after success, at once after a failure (others may be stuck)."""
+    """End this rank: orderly after success, at once after a failure (other ranks may be stuck)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -182,7 +182,7 @@ def leave(code: int) -> None:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
     folder = launcher()[1]
-    if folder is not None and is_orphaned():  # the launcher can't remove its folder any more
+    if folder is not None and is_orphaned():  # the launcher is dead and can't remove its folder
         shutil.rmtree(folder, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()

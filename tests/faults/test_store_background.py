@@ -299,7 +299,7 @@ def one_rank_never_writes(rank: int, world_size: int, root: str) -> str:
     model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
     store = Store(root, timeout=0.5)
     if rank == 1:  # it took part in the agreement, and then its disk hung
-        store._write = lambda *args: Path()  # type: ignore[method-assign]
+        store._write = lambda result, *args: result.set_result(Path())  # type: ignore[method-assign]
     store.save(1, model)
     try:
         store.wait()
@@ -452,7 +452,7 @@ def test_a_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     [
         ({"keep": 0}, "keep at least 1"),
         ({"keep": True}, "keep at least 1"),
-        ({"timeout": 0}, "some seconds"),
+        ({"timeout": 0}, "a number of seconds"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], reason: str, tmp_path: Path) -> None:

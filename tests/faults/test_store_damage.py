@@ -192,7 +192,7 @@ def test_resume_does_not_pass_over_a_checkpoint_of_another_model(root: Path) -> 
 
 
 def test_a_folder_and_a_missing_path_are_told_apart(root: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not one: pass .*step-000002"):
+    with pytest.raises(CheckpointError, match=r"pass one of them, .*step-000002"):
         sw.load(root, filled(0.5))
     with pytest.raises(CheckpointError, match="no such directory"):
         sw.load(root / "step-000009", filled(0.5))

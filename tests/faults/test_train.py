@@ -277,11 +277,12 @@ def failing_saves(rank: int, world_size: int, folder: str, data: str, fail: list
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
     real, error = trainer.store._write, OSError(28, "No space left on device")
 
-    def write(attempt, snapshot, step):  # type: ignore[no-untyped-def] # noqa: ANN202
+    def write(result, attempt, snapshot, step):  # type: ignore[no-untyped-def] # noqa: ANN202
         if step in fail:
             attempt.fail(error)
-            raise error
-        return real(attempt, snapshot, step)
+            result.set_exception(error)
+        else:
+            real(result, attempt, snapshot, step)
 
     trainer.store._write = write  # type: ignore[method-assign]
     try:
@@ -409,7 +410,7 @@ def test_a_folder_that_is_renamed_is_made_anew_whole_and_told(tmp_path: Path) ->
     assert first.startswith("saved") and second == "saved "
     assert f"{folder} was removed or renamed" in first, "by the next event"
     [warning] = events_of(folder, "warning")
-    assert f"{folder} was removed or renamed while this run wrote there" in warning["text"]
+    assert f"{folder} was removed or renamed during the run" in warning["text"]
     assert [event["step"] for event in events_of(folder, "save")] == [4, 6, 8]
     assert events_of(folder, "run") and (folder / "config.json").is_file()
     assert (folder / ".lock").is_file() and (folder / "tokenizer").is_dir()

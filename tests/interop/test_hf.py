@@ -372,7 +372,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         for text in run_ranks(refused, 2, str(tmp_path / "run"), {**changes, "model": model}):
             assert re.search(said, text), text
     (tmp_path / "hub" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"config\.json is not there"):
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
         resolve(Request(recipe="smoke", changes=changes))
 
 
@@ -383,7 +383,7 @@ def test_a_pipe_in_place_of_weights_is_refused_instead_of_waited_for(tmp_path: P
     pipe.unlink()
     os.mkfifo(pipe)
     with pytest.raises(
-        ValueError, match=r"part-0\.safetensors is not there, or is no regular file"
+        ValueError, match=r"part-0\.safetensors does not exist, or is no regular file"
     ):
         dict(folder)
     for wrong in ({}, {"weight_map": [1]}, {"weight_map": {"a": 3}}):

@@ -138,7 +138,9 @@ def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: P
     factored = made()
     sw.save(tmp_path / "factored", *factored)
     sw.load(tmp_path / "factored", *made(layout="indexed"))
-    with pytest.raises(MismatchError, match=r"fc1.weight.col_var' has shape \[2, 1, 8\], not its"):
+    with pytest.raises(
+        MismatchError, match=r"fc1.weight.col_var' has shape \[2, 1, 8\], not that of"
+    ):
         sw.load(tmp_path / "factored", *made(block=2))
     with pytest.raises(
         CheckpointError, match=r"fc1.bias.col_var' of shape \[1, 8\] has no part for eac"

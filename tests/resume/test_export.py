@@ -100,7 +100,7 @@ def test_conversion_and_dtype(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="would both become 'x'"):
         export(tmp_path / "one", tmp_path / "two", convert=lambda name, tensor: {"x": tensor})
     assert not list(tmp_path.glob("two*"))
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         export(tmp_path / "one", tmp_path / "out")
 
 

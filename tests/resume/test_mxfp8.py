@@ -147,6 +147,6 @@ def test_codes_are_no_main_weights(tmp_path: Path) -> None:
     before = linear.weight.detach().clone()
     with pytest.raises(MismatchError) as caught:
         sw.load(path, linear)
-    assert "'weight' is there as fp8 codes" in str(caught.value)
+    assert "'weight' is stored as fp8 codes" in str(caught.value)
     assert "precision.FP8Tensor" in str(caught.value) and "unexpected" not in str(caught.value)
     assert torch.equal(linear.weight, before)

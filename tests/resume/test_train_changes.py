@@ -288,7 +288,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
     assert all("__1_0.distcp" in text for text in said), "asked for by name, it is refused by name"
     if damage == "a pipe":  # seen without a look at the bytes, by export and generate too
         assert newest_checkpoint(run).name == "step-000004"
-        assert "step-000004, the newest of those that are valid, is used" in caplog.text
+        assert "step-000004 is used, the newest of the valid checkpoints" in caplog.text
 
 
 def foreign(rank: int, world_size: int, folder: str, data: str) -> str:

@@ -191,7 +191,7 @@ def test_data_that_is_not_there_or_empty_is_named(
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "a.jsonl").write_text('{"text": "words"}\n' * 99)
     load_corpus(str(tmp_path / "lines"))
-    assert "a.jsonl is read as it is, JSON and all" in caplog.text
+    assert "a.jsonl is read as plain text, with its JSON" in caplog.text
     shutil.rmtree(tmp_path / "lines")
     with pytest.raises(DataError, match=r"names no data.*stdlib.*hf:NAME"):
         load_corpus(str(tmp_path / "none.txt"))
@@ -415,7 +415,7 @@ def test_a_pretrained_tokenizer_reads_text_and_goes_with_its_tokens(tmp_path: Pa
     )
     other = tmp_path / "other.json"
     other.write_bytes(Pieces.train([b"other text " * 9], 260).files()[FILE])
-    with pytest.raises(DataError, match=r"other\.json .* is not the one that they were made with"):
+    with pytest.raises(DataError, match=r"other\.json .* made with another tokenizer"):
         load_corpus(str(given / "t.bin"), tokenizer=str(other))
     for number, last in enumerate((corpus.train[-1], 299)):  # nobody wrote down their tokenizer
         tokens = np.append(corpus.train[:-1], last)

@@ -163,7 +163,7 @@ def test_tokens_are_made_of_what_is_told(
     tokenise.tokenise([str(folder)], folder.parent / "t.bin", workers=1)
     assert "not read: 1 empty (e.txt), 1 hidden (.hidden.txt)" in caplog.text
     assert "4 documents" in (told := " ".join(capsys.readouterr().err.split()))
-    assert "left out: 2 without text" in told
+    assert "left out: 2 documents without text" in told
     (folder / "t.txt.bz2").write_bytes(bz2.compress(SHORT))
     with pytest.raises(DataError, match=r"t\.txt\.bz2 is compressed: name text"):
         tokenise.tokenise([str(folder / "t.txt.bz2")], folder.parent / "u.bin", workers=1)

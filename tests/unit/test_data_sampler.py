@@ -143,7 +143,7 @@ def test_the_rest_of_the_tokens_is_not_a_window() -> None:
 
 def test_data_shorter_than_a_window_are_refused() -> None:
     tokens = np.arange(CONTEXT, dtype=np.uint16)
-    with pytest.raises(DataError, match="4 training tokens are less than one window"):
+    with pytest.raises(DataError, match="4 training tokens do not fill a window"):
         Sampler(corpus_of(tokens), context=CONTEXT, global_batch=1)
 
 

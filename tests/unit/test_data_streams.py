@@ -99,7 +99,7 @@ def test_a_stream_is_read_while_a_run_draws_from_it(
     )
     first = load_corpus("hf:x", held_out=0.1, cache=tmp_path / "a", tokens_needed=6000)
     assert first.volumes is not None and len(first.train) == 1500 and len(first.held_out) > 1
-    with pytest.raises(DataError, match=r"'hf:x' could not be read on \(ConnectionError: the net"):
+    with pytest.raises(DataError, match=r"'hf:x' could not be read \(ConnectionError: the net"):
         first.volumes(4)
     broken.clear()
     options: dict[str, Any] = {"held_out": 0.1, "tokens_needed": 6000}
@@ -147,5 +147,5 @@ def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
     (folder / "train.bin").unlink()
     remade = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "whole")
     assert np.array_equal(remade.train, whole.train)
-    with pytest.raises(DataError, match="a dataset is read alone"):
+    with pytest.raises(DataError, match="a dataset can't be mixed"):
         load_corpus("hf:rows:0.5,stdlib:0.5", cache=tmp_path)

@@ -109,7 +109,7 @@ def poke(at: int, value: bytes) -> Callable[[bytearray], bytearray]:
         (poke(0, b"notmagic"), r"no token file .*notmagic.*shardwise data"),
         (poke(8, b"\x09"), "format version 9, and this shardwise reads version 2: write it again"),
         (poke(16, b"{]"), "damaged header"),
-        (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes and it has 6095"),
+        (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes, and it has 6095"),
         (lambda data: data[:100], "damaged header|truncated"),
         (lambda data: data[:3], "no token file"),
         (lambda data: data + b"\0\0", "longer than its header says"),
@@ -329,7 +329,7 @@ def test_any_number_of_workers_makes_the_same_tokens(
         tokens, header = open_tokens(path)
         assert np.array_equal(tokens, Bytes().encode(texts))
         assert header.num_bytes == sum(map(len, texts)) and header.tokenizer == "bytes"
-    with pytest.raises(DataError, match=r"two is there already"):
+    with pytest.raises(DataError, match=r"two exists already"):
         tokenise.tokenise([str(tmp_path)], tmp_path / "two")
     with pytest.raises(DataError, match="train --data hf:NAME reads datasets"):
         tokenise.tokenise(["hf:x"], tmp_path / "three")

@@ -27,13 +27,13 @@ import tyro
 from rich.console import Console as RichConsole
 
 from shardwise import cli
+from shardwise.commands import given
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
 from shardwise.train import cache, session
-from shardwise.train.config import GROUPS, TrainConfig
+from shardwise.train.config import GROUPS, TrainConfig, changed, refuse_idle
 from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
-from shardwise.train.flags import changed, given, refuse_idle
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
 
 # ------------------------------------------------------------------------------ flags
@@ -65,11 +65,11 @@ def test_every_field_of_the_configuration_is_a_flag() -> None:
     values = odd_values(TrainConfig())
     assert values["model"]["dim"] == 3 and values["model"]["rope_scaling"]["factor"] == 0.25
     assert GROUPS.keys() <= values.keys(), "a group begins with a field that there is"
-    words = ["smoke", *as_words(values), "--nproc", "2", "--resume", "latest"]
-    command = tyro.cli(cli._train_command(), args=words)
+    words = ["train", "smoke", *as_words(values), "--nproc", "2", "--resume", "latest"]
+    command = tyro.cli(cli._commands(), args=words)
     assert given(command.configuration, GROUPS) == values
     assert (command.recipe, command.nproc, command.resume) == ("smoke", 2, "latest")
-    nothing = tyro.cli(cli._train_command(), args=[]).configuration
+    nothing = tyro.cli(cli._commands(), args=["train"]).configuration
     assert given(nothing, GROUPS) == {}, "nothing by itself"
 
 
@@ -194,9 +194,9 @@ def test_numbers_that_generate_cannot_take_are_named(capsys: pytest.CaptureFixtu
 def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
     config = TrainConfig(strategy="hsdp", replicas=2)
     assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2}
-    with pytest.raises(ValueError, match=r"3 ranks do not fall into 2 replicas.*divisor of 3"):
+    with pytest.raises(ValueError, match=r"3 ranks cannot form 2 replicas.*divisor of 3"):
         config.mesh_shape(3)
-    with pytest.raises(ValueError, match="replicas=2 belongs to hsdp"):
+    with pytest.raises(ValueError, match="replicas=2 works with hsdp"):
         dataclasses.replace(config, strategy="zero3").mesh_shape(4)
 
 
@@ -318,7 +318,7 @@ def test_logging_never_ends_a_run_and_says_why_once(
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
     said = [record.message for record in caplog.records]
     assert len(said) == 4, said
-    assert all(text.startswith("rank 0, step 1: ") and "goes on" in text for text in said)
+    assert all(text.startswith("rank 0, step 1: ") and "the run continues" in text for text in said)
     assert "/dev/full cannot be written (/dev/full is no regular file)" in said[0]
     assert "the tracker" in said[1] and "the console" in said[2]
     assert "the console cannot be written ([Errno 28] No space left" in said[3]
@@ -451,11 +451,11 @@ def test_wrong_words_get_one_line_that_says_what_to_type(
         ("plan smoke --ranks 0", "--ranks 0: give 1 or more"),
         ("plan smoke --sequences -1", "--sequences -1: give 1 or more"),
         ("plan smoke --ranks 2 --rank 2", "--rank 2: give one from 0 to 1"),
-        ("plan smoke --rank 1", "--rank has an effect with --dry-run alone"),
-        ("plan smoke --dry-run --sequences 2", "--sequences without it alone"),
+        ("plan smoke --rank 1", "--rank needs --dry-run"),
+        ("plan smoke --dry-run --sequences 2", "--sequences has no effect with --dry-run"),
         ("plan list.json", "list.json holds a list, not an object"),
-        ("report a b --out nowhere/c.html", "name a file, in a folder that is there"),
-        ("report a b --out .", "name a file, in a folder that is there"),
+        ("report a b --out nowhere/c.html", "name a file, in a folder that exists"),
+        ("report a b --out .", "name a file, in a folder that exists"),
         ("report a --out c.html", "--out c.html is for several runs"),
         ("report a a a", "a is named twice"),
         ("train smoke --nproc 0 --dry-run", "--nproc 0: give 1 or more"),

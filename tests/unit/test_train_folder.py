@@ -271,7 +271,7 @@ def test_a_warmup_that_is_over_is_not_changed_without_a_word(here: Path) -> None
     ]
     for changes in works:
         resolve(Request(out="run", resume="latest", changes=changes))
-    said = r"cannot change to warmup=5 \(saved: 2; learning rates have risen before step 6\): keep"
+    said = r"cannot change to warmup=5 \(saved: 2; the warmup ended before step 6\): keep"
     with pytest.raises(ValueError, match=said):
         resolve(Request(out="run", resume="latest", changes={"warmup": 5}))
 
@@ -380,7 +380,7 @@ def test_a_folder_whose_owner_lives_is_refused_by_name(
 ) -> None:
     request = Request(out="run", resume=resume)
     before = sorted(path.name for path in (here / "run").iterdir())
-    said = f"still going on .pid {held} on host {socket.gethostname()}.*--out"
+    said = f"has not ended .pid {held} on host {socket.gethostname()}.*--out"
     with pytest.raises(ValueError, match=said):
         claim(request)
     assert sorted(path.name for path in (here / "run").iterdir()) == before
@@ -434,7 +434,7 @@ def test_a_lock_file_that_was_removed_in_between_locks_nothing(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     lock = RunLock(here / "run")
-    with pytest.raises(ValueError, match="still going on"):
+    with pytest.raises(ValueError, match="has not ended"):
         RunLock(here / "run")
     lock.release()
 
