@@ -419,7 +419,7 @@ def test_what_does_not_fit_is_told_with_changes_that_do() -> None:
 
 def test_where_nothing_fits_the_least_is_named() -> None:
     made = plan(small(), {"dp": 2}, "zero3", memory=1000)
-    assert len(made.suggestions) == 1 and "nothing tried here fits" in made.suggestions[0]
+    assert len(made.suggestions) == 1 and "no change that was tried fits" in made.suggestions[0]
 
 
 def test_whether_it_fits_is_known_where_the_memory_is() -> None:
