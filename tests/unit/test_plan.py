@@ -90,7 +90,7 @@ def facts(made: Plan) -> dict[str, Any]:
         ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
         ({"bucket_mb": 0}, ["bucket_mb=0", "above 0"]),
         ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "leave it out"]),
-        ({"wrap": []}, ["wrap and grains are fully_shard's", "one or the other"]),
+        ({"wrap": []}, ["wrap and other grains belong to fully_shard", "Leave out"]),
     ],
 )
 def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
@@ -251,7 +251,7 @@ def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
         d: sum(found.ranges[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")
     }
     assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
-    with pytest.raises(ValueError, match="device='gpu': 'cuda' or 'cpu'"):
+    with pytest.raises(ValueError, match="device='gpu': choose 'cuda' or 'cpu'"):
         plan(model, {"dp": 2}, device="gpu")
 
 
