@@ -157,9 +157,9 @@ def _compiled_flex_attention() -> Any:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`; without a mask
-    to all keys up to a query's own. Several query heads may share a key head. If there are fewer
-    queries than keys, these are the last queries."""
+    """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`; without a
+    mask to all keys up to a query's own. Several query heads may share a key head. If there are
+    fewer queries than keys, these are the last queries."""
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ...]
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
     if isinstance(mask, BlockMask):

@@ -207,7 +207,10 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         made = plan(model, {"dp": ranks}, "zero1", optimizer="muon", bucket_mb=1, grain=grain)
         assert made.matrices is not None and made.matrices.num_whole == whole, ranks
         assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
-        price = {8: "grain='tensor' is refused", 10: "100 % of the model in one bucket, 0.0 %"}
+        price = {
+            8: "grain='tensor' is impossible",
+            10: "100 % of the model into one bucket, with 0.0 %",
+        }
         assert whole == 10 or price[ranks] in str(made)
     with pytest.raises(ValueError, match=r"10 matrices whole on 64 ranks would pad them by 540 %"):
         plan(model, {"dp": 64}, "zero1", optimizer="muon", bucket_mb=1, grain="tensor")
