@@ -51,7 +51,7 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
     """A forward that calls the units of a wrapped model."""
     root, recomputed = branch_of(model), recomputed_modules(model)
 
-    def within(own: Own) -> bool:
+    def is_recomputed(own: Own) -> bool:
         return not recomputed.isdisjoint(map(id, own.modules))
 
     def call(branch: Branch, hidden: Tensor, again: bool) -> Tensor:
@@ -61,7 +61,7 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
                 inside = again or id(part.module) in recomputed
                 hidden = _run(inside and not again, call, part, hidden, inside)
                 continue
-            for inside, run in groupby(part, within):
+            for inside, run in groupby(part, is_recomputed):
                 hidden = _run(inside and not again, _apply, _Work(branch.unit, list(run)), hidden)
         return branch.unit.post_forward(hidden)  # type: ignore[no-any-return]
 
@@ -79,6 +79,9 @@ class _Work:
 
     def __init__(self, unit: Unit, parameters: list[Own]) -> None:
         self.unit, self.parameters = unit, parameters
+        self._coded: list[tuple[FP8Group, int]] = [
+            (own.group, own.key[1]) for own in parameters if isinstance(own.group, FP8Group)
+        ]
 
     @property
     def trains(self) -> bool:
@@ -86,7 +89,7 @@ class _Work:
 
     def forward(self) -> None:
         """Read planes as products do. Products decode planes into memory that is kept."""
-        for group, index in self._coded():
+        for group, index in self._coded:
             shape, dtype = group.items[index].shape, group.whole.dtype
             if "backward" in READS[group.format] and len(shape) == 2:
                 row = torch.empty(1, shape[1], dtype=dtype, device=META)
@@ -98,7 +101,7 @@ class _Work:
     def backward(self) -> None:
         """Report gradients in reverse order. A kernel writes all gradients of its module before
         autograd reports one of them."""
-        for group, index in self._coded():
+        for group, index in self._coded:
             if "backward" in READS[group.format]:
                 group.plane(index, "backward")
         written: list[Own] = []
@@ -120,9 +123,6 @@ class _Work:
         for own in parameters:
             self.unit.arrived(own.key)
         parameters.clear()
-
-    def _coded(self) -> list[tuple[FP8Group, int]]:
-        return [(o.group, o.key[1]) for o in self.parameters if isinstance(o.group, FP8Group)]
 
 
 @cache

@@ -15,7 +15,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -221,11 +220,7 @@ class Own:
     group: Group
     leaf: Any  # the parameter as forward sees it
     modules: list[nn.Module]
-
-    @cached_property
-    def is_written(self) -> bool:
-        """Whether a kernel of its modules writes the gradient itself."""
-        return any(getattr(type(module), "writes_main_grad", False) for module in self.modules)
+    is_written: bool  # whether a kernel of its modules writes the gradient itself
 
 
 @dataclass(eq=False)
@@ -258,6 +253,7 @@ def branch_of(module: nn.Module) -> Branch:
             branch.parts.append([])
         number, index = places[id(holder), name]
         group = unit.groups[number]
-        own = Own((number, index), group, group.unsharded[index], part.modules)
+        is_written = any(getattr(type(m), "writes_main_grad", False) for m in part.modules)
+        own = Own((number, index), group, group.unsharded[index], part.modules, is_written)
         branch.parts[-1].append(own)  # type: ignore[union-attr]
     return branch

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from shardwise.moe.activation import (
 )
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import GroupedProducts
+from shardwise.moe.products import GroupedProducts, LoopProducts
 from shardwise.moe.weights import as_one, evenly_spaced
 
 HIDDEN, WIDTH = 16, 24
@@ -466,6 +467,28 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     refused(lambda: GroupedLinear(0, 4, 4), "num_experts=0")
     refused(lambda: clamped_swiglu(limit=-1.0), "limit=-1.0")
     refused(lambda: Activation(kind="squared_relu", alpha=2.0), "takes no alpha")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_recomputed_activation_is_freed_before_the_gradient_of_the_rows(bias: bool) -> None:
+    activations: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    class Products(LoopProducts):
+        def activation_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            dz, h, dp = super().activation_backward(*args)
+            activations.append(weakref.ref(h))
+            return dz, h, dp
+
+        def input_gradient(self, *args: Any) -> Tensor:
+            alive.extend(reference() is not None for reference in activations)
+            return super().input_gradient(*args)
+
+    mlp = make(bias=bias)
+    mlp.choice.chosen = ("loop", Products())
+    x, p, dy = data(UNEVEN)
+    mlp(x, ends_of(UNEVEN), p).backward(dy)
+    assert alive == [False]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is possible")

@@ -209,7 +209,7 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
         price = {
             8: "grain='tensor' is impossible",
-            10: "100 % of the model into one bucket, with 0.0 %",
+            10: "100 % of the model into one bucket, with 0.0 % padding",
         }
         assert whole == 10 or price[ranks] in str(made)
     with pytest.raises(ValueError, match=r"10 matrices whole on 64 ranks would pad them by 540 %"):
