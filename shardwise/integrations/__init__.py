@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's software, each in a small file that is imported when it is asked for."""
+"""Adapters for other libraries, each in a small file that is imported on demand."""

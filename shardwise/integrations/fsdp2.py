@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frameworks that call torch's ``fully_shard`` by themselves: accelerate, transformers.Trainer.
+"""For frameworks that call torch's ``fully_shard`` themselves: accelerate, transformers.Trainer.
 
 with in_place_of_torch():                          # or in_place_of_torch(placements=sw.zero(2))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -20,8 +20,8 @@ from shardwise.shard.fully_shard import fully_shard
 
 @contextmanager
 def in_place_of_torch(**options: Any) -> Iterator[None]:
-    """Give shardwise's ``fully_shard`` to every module that has imported torch's, or imports it
-    inside the block. ``options`` are arguments that the framework does not pass itself."""
+    """Replace torch's ``fully_shard`` by shardwise's inside the block, in every module that has
+    imported it or imports it there. ``options``: arguments that the framework does not pass."""
 
     @wraps(fully_shard)
     def ours(*args: Any, **given: Any) -> Any:

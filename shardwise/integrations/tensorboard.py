@@ -11,7 +11,7 @@ from shardwise.train.events import Event, scalars
 
 
 class Sink:
-    """Hears the events of a run and writes ``tensorboard/`` beside them."""
+    """Receives the events of a run and writes ``tensorboard/`` beside them."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         require("tensorboard", "tensorboard")

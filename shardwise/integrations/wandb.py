@@ -11,7 +11,7 @@ from shardwise.train.events import Event, scalars
 
 
 class Sink:
-    """Hears the events of a run and sends its scalars on."""
+    """Receives the events of a run and forwards its scalars."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         wandb = require("wandb", "wandb")

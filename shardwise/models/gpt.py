@@ -3,14 +3,14 @@
 
     tokens -> embedding -> block x num_layers -> norm -> head -> logits
                              |
-             hidden + attention(norm(hidden)), then + feed_forward(norm(that))
+             hidden += attention(norm(hidden)), then hidden += feed_forward(norm(hidden))
 
 RMSNorm before each part and on queries and keys, rotary positions, grouped key and value heads,
 SwiGLU. Sizes in the comments: B sequences of T tokens, C = dim, H query heads and K key heads of
 width D, F hidden, V words.
 
-The model knows nothing of sharding: each entry of ``blocks`` is made a unit from outside, and then
-the model, which keeps the embedding, the last norm and the head.
+The model contains no code for sharding. The caller wraps each entry of ``blocks`` as a unit, then
+the model, whose unit has the embedding, the last norm and the head.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
 
 
 class Attention(nn.Module):
-    """Causal attention; every H/K query heads share one key and value head."""
+    """Causal attention. H/K query heads share one key and value head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other; ``call`` computes the product of the two."""
+    """SwiGLU: one projection gates the other. ``call`` computes the product of the two."""
 
     def __init__(self, dim: int, width: int, call: Call = call_once) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def pointwise_call(config: GPTConfig) -> Call:
-    """How a block calls its gated products."""
+    """The function with which a block calls its gated products."""
     return call_again if config.recompute == "pointwise" else call_once
 
 
@@ -178,7 +178,7 @@ class Block(nn.Module):
     def attend(
         self, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: KeyValues | None
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states after attention, and the same normed for the feed-forward."""
+        """The hidden states after attention, and their norm for the feed-forward."""
         normed = self.call_norm(self.attention_norm, hidden)
         hidden = hidden + self.attention(normed, rotary, mask, held)  # [B, T, C]
         return hidden, self.call_norm(self.feed_forward_norm, hidden)
@@ -186,12 +186,12 @@ class Block(nn.Module):
     def compile_forward(self, **options: Any) -> None:
         """Run forward through ``torch.compile``.
 
-        Only the function is compiled, not the module: hooks of sharding run around it as ever, and
-        the names of parameters stay.
+        Only the function is compiled, not the module: hooks of sharding still run around it, and
+        the names of parameters do not change.
         """
         mixture = self.feed_forward
         if isinstance(mixture, MixtureOfExperts) and mixture.axis and mixture.in_graphs:
-            options = {"fullgraph": True} | options  # else torch captures no number of rows
+            options = {"fullgraph": True} | options  # or torch does not capture numbers of rows
         self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
 
 
@@ -199,28 +199,27 @@ class GPT(nn.Module):
     """A decoder. ``model(tokens)`` gives logits, ``model(tokens, targets)`` the loss.
 
     The model is built on the default device with fresh values from torch's generator. On the meta
-    device (``with torch.device("meta")``) it has no values: ``to_empty`` and :meth:`init_weights`,
-    before or after sharding, then give the same values for the same seed.
+    device (``with torch.device("meta")``) it has no values. Then ``to_empty`` and
+    :meth:`init_weights`, before or after sharding, give the same values for the same seed.
     """
 
-    sequence_parts = 1  # of each sequence, one on each rank of tensor parallelism between products
-    words_over: comm.Axis | None = None  # in a plan, whose head is no DTensor: what cuts it
+    sequence_parts = 1  # parts of a sequence, one for each rank of tensor parallelism
+    words_over: comm.Axis | None = None  # in a plan: the axis that cuts the head, a plain tensor
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
     softmax: Softmax | None = None  # compiled
-    document_end: int | None = None  # the token after which attention begins anew; None: never
+    document_end: int | None = None  # attention begins anew after this token; None: never
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, self.auxiliary = config, None
         self.rotary = Rotary(config)
         device = torch.get_default_device()
-        with torch.device("meta"):  # without torch's own initial values, which would be overwritten
-            words = torch.empty(config.vocab_size, config.dim)  # torch draws values on meta too
+        with torch.device("meta"):  # torch need not draw initial values, which are overwritten
+            words = torch.empty(config.vocab_size, config.dim)  # nn.Embedding draws on meta too
             self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=words)
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
             self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-            # A tied head has no module: `to_empty` would give two modules that share a parameter
-            # one each.
+            # A tied head has no module, because `to_empty` gives each module its own parameter.
             self.head = (
                 None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
             )
@@ -239,10 +238,14 @@ class GPT(nn.Module):
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         depth = (2 * self.config.num_layers) ** -0.5
         mixtures = mixtures_of(self)
-        # Experts may be spread over ranks: each draws its values by its number.
-        apart = {id(p) for one in mixtures for p in (one.router.weight, *one.experts.parameters())}
+        # Experts may be spread over ranks: the values of an expert depend on its number.
+        skipped = {
+            id(parameter)
+            for layer in mixtures
+            for parameter in (layer.router.weight, *layer.experts.parameters())
+        }
         for name, parameter in self.named_parameters():
-            if id(parameter) in apart:
+            if id(parameter) in skipped:
                 continue
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
@@ -251,14 +254,13 @@ class GPT(nn.Module):
                 if name.endswith(("wo.weight", "down.weight")):
                     deviation *= depth
                 nn.init.normal_(parameter, std=deviation, generator=generator)
-        for layer, one in enumerate(mixtures):
-            one.init_weights(
-                None if seed is None else seed * len(mixtures) + layer, out_scale=depth
-            )
+        for number, layer in enumerate(mixtures):
+            own_seed = None if seed is None else seed * len(mixtures) + number
+            layer.init_weights(own_seed, out_scale=depth)
 
     @property
     def recomputed(self) -> tuple[nn.Module, ...]:
-        """The modules that run forward again in backward; ``sw.plan`` asks for them."""
+        """The modules that run forward again in backward; ``sw.plan`` reads this."""
         return tuple(self.blocks) if self.config.recompute == "block" else ()
 
     @property
@@ -270,16 +272,16 @@ class GPT(nn.Module):
         return self.config.context
 
     def empty_cache(self) -> list[KeyValues] | None:
-        """Room for the keys and values of a text that grows token by token; None where the tokens
+        """Empty caches of keys and values, for a text that grows token by token; None if the tokens
         of a sequence are spread over ranks."""
         if self.sequence_parts > 1:
             return None
         return [KeyValues(self.config.context) for _ in self.blocks]
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
-        """Compile the blocks, all equal ones into one graph, and the loss; before the first call.
+        """Compile the blocks, equal blocks into one graph, and the loss; before the first forward.
 
-        ``options`` are those of ``torch.compile``.
+        ``options``: arguments of ``torch.compile``.
         """
         options = {"dynamic": False} | options
         for block in self.blocks:
@@ -298,19 +300,22 @@ class GPT(nn.Module):
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
 
-        ``held`` (of :meth:`empty_cache`) has the keys and values of the first tokens. Logits are
-        those of the others then, whose keys and values are added to it.
+        ``held`` (from :meth:`empty_cache`) contains the keys and values of the first tokens. Then
+        only the logits of the other tokens are computed, and ``held`` receives their keys and
+        values.
         """
         length = tokens.shape[1]
         if held is not None and targets is not None:
-            raise ValueError("targets with held: a loss needs the logits of all tokens; give one")
+            raise ValueError(
+                "targets with held: a loss needs the logits of all tokens. Give targets or held"
+            )
         if length > self.config.context:
             raise ValueError(
-                f"{length} tokens do not fit GPTConfig(context={self.config.context}): "
-                f"shorten the sequences or raise context"
+                f"{length} tokens do not fit GPTConfig(context={self.config.context}): shorten the "
+                f"sequences or raise context"
             )
         if missing := -length % self.sequence_parts:
-            # Later tokens change nothing before them, so zeros fill the last part.
+            # Tokens do not influence earlier tokens, so zeros can fill the last part.
             tokens = F.pad(tokens, (0, missing))
             targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
         begin = held[0].length if held else 0
@@ -363,22 +368,24 @@ def generate(
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
 
-    ``top_k`` leaves the likeliest tokens, so many; ``top_p`` the fewest whose chances sum to it.
+    ``top_k`` keeps the ``top_k`` likeliest tokens; ``top_p`` the smallest set of likeliest tokens
+    with at least this probability. ``temperature`` 0 takes the likeliest token.
 
     On a sharded model all ranks call this function with the same arguments: each token is one
     forward on every rank. A GPT keeps the keys and values of earlier tokens while the text fits its
-    context; a longer text is computed from its last tokens each time. Tokens are drawn on the CPU
-    (``generator`` is a CPU generator too), so one seed gives one text everywhere. ``temperature`` 0
-    takes the likeliest token.
+    context; a longer text is computed from its last tokens each time. Tokens are drawn on the CPU,
+    with a CPU ``generator``, so one seed gives the same text on every device.
     """
     if temperature < 0 or not math.isfinite(temperature):
-        raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or more")
+        raise ValueError(f"temperature={temperature}: give 0 (the likeliest token) or more")
     if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise ValueError(f"top_k={top_k} must be 1 or more, top_p={top_p} more than 0, at most 1")
+        raise ValueError(
+            f"top_k={top_k} must be 1 or more, and top_p={top_p} above 0 and at most 1"
+        )
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(
             f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
-            f"least one token to go on from"
+            f"least one token"
         )
     context: int = model.context  # type: ignore[assignment]
     was_training = model.training
@@ -400,13 +407,13 @@ def generate(
 
 
 def _likeliest(chances: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Chances [B, V] with 0 for the tokens that ``top_k`` and ``top_p`` leave out."""
+    """Chances [B, V], with 0 for the tokens that ``top_k`` and ``top_p`` exclude."""
     if top_k is None and top_p is None:
         return chances
     ordered, order = chances.sort(dim=-1, descending=True, stable=True)
     kept = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:
         kept[:, top_k:] = False
-    if top_p is not None:  # those before which less than top_p was reached: never none
+    if top_p is not None:  # tokens whose predecessors sum to less than top_p: at least one
         kept &= ordered.cumsum(-1) - ordered < top_p
     return torch.zeros_like(chances).scatter(1, order, ordered * kept)

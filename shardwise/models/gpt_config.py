@@ -66,19 +66,20 @@ class GPTConfig:
         norm_eps: added to the mean square in every RMSNorm.
         qk_norm: whether queries and keys are normed, head by head, before they are rotated.
         tied: whether the head uses the embedding's weight.
-        head_z_coefficient: weight of the term of the training loss that keeps the head's logits
-            from drifting: the squared logarithm of the softmax's denominator. The losses of a
-            run's steps hold this term, those of held-out text do not.
+        head_z_coefficient: weight of a term of the training loss that keeps the head's logits
+            from drifting: the squared logarithm of the softmax's denominator. The losses of
+            training steps contain this term, the held-out loss does not.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
             backward (activation checkpointing); ``"pointwise"`` lets compiled blocks compute norms
-            and gated products again, for a fortieth more time and a sixth less memory in gpt_1b;
-            ``"none"`` keeps all; ``"auto"`` leaves it to the trainer, and is none elsewhere.
+            and gated products again (in gpt_1b: a fortieth more time, a sixth less memory);
+            ``"none"`` keeps all activations; ``"auto"``: the trainer chooses; elsewhere as
+            ``"none"``.
         num_experts: number of experts of a feed-forward; 0: a dense model.
         experts_per_token: number of experts that compute a token.
         expert_hidden_dim: width of one expert. ``None``: ``hidden_width / experts_per_token``, so
             that a token costs as much as in the dense model.
         shared_hidden_dim: width of a feed-forward beside the experts, for all tokens; 0: none.
-        num_dense_layers: number of layers, the first ones, without experts.
+        num_dense_layers: number of layers without experts, at the begin of the model.
         expert_score: function from a router's logits to scores.
         normalise_scores: whether the scores of a token's experts are scaled to sum to 1.
         balance_coefficient: weight of the load-balance term in the training loss.
@@ -86,22 +87,22 @@ class GPTConfig:
         bias_rate: change per step of the bias that makes busy experts less likely; 0: no bias.
         capacity_factor: largest load of an expert, relative to an even share of the tokens;
             ``None``: no limit.
-        drop: which choices of an expert above its capacity are dropped: the ``late`` ones in the
-            batch, or the ``unlikely`` ones, by the router's weight.
-        expert_groups: equal parts of the experts; a token's experts lie in few of them. Experts are
-            spread over ranks in order, so groups of a node's experts limit the nodes of a token.
+        drop: which choices of an expert above its capacity are dropped: ``late`` choices in the
+            batch, or ``unlikely`` choices by the router's weight.
+        expert_groups: number of equal parts of the experts. A token's experts lie in few groups. If
+            a group holds the experts of one node, groups limit the number of nodes for a token.
         groups_per_token: number of groups in which a token's experts may lie.
         sequence_balance_coefficient: weight of a load-balance term of each sequence.
         expert_scale: factor of the experts' output.
-        expert_activation: activation of the experts; the clamped ones have the constants of
+        expert_activation: activation of the experts; clamped activations have the constants of
             gpt-oss, and ``squared_relu`` has no gate.
         expert_biases: whether the experts' products have biases.
         expert_layout: ``grouped`` stores a product's weights as one stacked parameter, ``indexed``
             as one for each expert.
         gate_up_block: 0: gate and up are stacked in an expert's first weight; else the size of the
             blocks in which they alternate.
-        delay_expert_gradients: whether the trainer computes weight gradients of experts that are
-            spread over ranks while gradients of rows are sent.
+        delay_expert_gradients: for experts that are spread over ranks: whether the trainer
+            computes their weight gradients while gradients of rows are sent.
     """
 
     vocab_size: int = 257
@@ -142,7 +143,7 @@ class GPTConfig:
     delay_expert_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rope_scaling, Mapping):  # as JSON gives it back
+        if isinstance(self.rope_scaling, Mapping):  # read from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         problems = type_problems(self) or self._problems()
         if problems:
@@ -179,7 +180,7 @@ class GPTConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """The number of parameters that one token uses: only its own experts count."""
+        """The number of parameters that one token uses: of the experts, only its own."""
         return self._parameters(experts=min(self.experts_per_token, self.num_experts))
 
     def _parameters(self, *, experts: int) -> int:
@@ -215,14 +216,14 @@ class GPTConfig:
     def flops_per_token(self, context: int | None = None) -> int:
         """FLOPs of forward and backward for one token of a sequence of ``context`` tokens.
 
-        A multiply-add counts 2; backward counts twice forward. Attention is causal, so a token
-        reads (context + 1) / 2 keys on average. The embedding lookup is free. Recomputation is not
-        counted: MFU measures the necessary work.
+        A multiply-add counts 2; backward counts twice as much as forward. Attention is causal, so a
+        token reads (context + 1) / 2 keys on average. The embedding lookup counts 0. Recomputation
+        is not counted: MFU measures the necessary work.
         """
         context = self.context if context is None else context
         matrices = self._matrix_parameters(min(self.experts_per_token, self.num_experts))
         head = self.vocab_size * self.dim
-        # Scores and mixed values: 2 multiply-adds for every channel and key; half the keys.
+        # Scores and mixed values: 2 multiply-adds for every channel and key, for half of the keys.
         attention = self.num_layers * 2 * self.num_heads * self.head_width * (context + 1)
         return 3 * (2 * (matrices + head) + attention)
 
@@ -240,33 +241,34 @@ class GPTConfig:
         terms = ("balance_coefficient", "sequence_balance_coefficient", "z_coefficient")
         problems += bound_problems(self, 0, *terms, "head_z_coefficient", "bias_rate")
         problems += choice_problems(self)
-        if problems:  # what follows divides by the numbers above
+        if problems:  # the checks below divide by these numbers
             return problems
         if self.head_dim is None and self.dim % self.num_heads:
             problems.append(
-                f"dim={self.dim} is no multiple of num_heads={self.num_heads}: change one, or set "
-                f"head_dim"
+                f"dim={self.dim} is no multiple of num_heads={self.num_heads}: change one of them, "
+                f"or set head_dim"
             )
         elif self.head_width % 2:
             problems.append(f"a head of width {self.head_width} cannot be rotated: make it even")
         if self.num_heads % self.kv_heads:
             problems.append(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.kv_heads}"
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.kv_heads}: "
+                f"change one of them"
             )
         if not self.num_experts and (self.shared_hidden_dim or self.num_dense_layers):
             problems.append(
                 f"shared_hidden_dim={self.shared_hidden_dim} and num_dense_layers="
-                f"{self.num_dense_layers} belong to a model with experts: leave them at 0"
+                f"{self.num_dense_layers} need a model with experts: leave both at 0"
             )
         if self.num_dense_layers >= self.num_layers and self.num_experts:
             problems.append(
                 f"num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers} leave "
-                f"no layer for the experts: lower it, or set num_experts=0"
+                f"no layer for the experts: lower num_dense_layers, or set num_experts=0"
             )
         if 0 < self.num_experts < self.experts_per_token:
             problems.append(
                 f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
-                f"lower the first or raise the second"
+                f"lower experts_per_token or raise num_experts"
             )
         return problems
 
@@ -276,7 +278,7 @@ def _up_to_multiple(value: int, of: int) -> int:
 
 
 def tensor_parallel_problems(config: GPTConfig, tp: int) -> list[str]:
-    """Why a model cannot be cut into ``tp`` parts."""
+    """The reasons why a model cannot be cut into ``tp`` parts."""
     if tp == 1:
         return []
     problems = [
@@ -290,5 +292,5 @@ def tensor_parallel_problems(config: GPTConfig, tp: int) -> list[str]:
         if value % tp
     ]
     if config.num_experts:
-        problems.append(f"tp={tp}: experts are spread with ep, and not cut; leave tp at 1")
+        problems.append(f"tp={tp}: experts cannot be cut; spread them with ep, and set tp=1")
     return problems

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and configurations under the names that the Hugging Face ecosystem reads.
+"""Weights and configurations under the names of the Hugging Face ecosystem.
 
     qk_norm   num_experts   Hugging Face class
     False     0             LlamaForCausalLM
@@ -7,12 +7,12 @@
     False     > 0           MixtralForCausalLM
     True      > 0           Qwen3MoeForCausalLM, or Dots1ForCausalLM with a shared expert
 
-The last one has DeepSeek-V3's experts (sigmoid scores, a bias that balances the load, groups, a
-shared expert) and the attention of a GPT here; DeepSeek-V3's own attention is another one.
+Dots1ForCausalLM has the experts of DeepSeek-V3 (sigmoid scores, a bias that balances the load,
+groups, a shared expert) with the attention of GPT. DeepSeek-V3 itself has a different attention.
 
-Functions from dictionaries to dictionaries: no file is read or written, `transformers` is not
-needed, and nothing is transposed or permuted. Experts are one stacked tensor here, and there one
-view of it for each matrix:
+The functions convert dictionaries to dictionaries. They read and write no files, do not need
+`transformers`, and do not transpose or permute tensors. Experts are one stacked tensor in GPT, and
+one tensor for each matrix in Hugging Face, which is a view of the stack:
 
     experts.fc1.weight [experts, gate and up, dim]     experts.3.gate_proj.weight, .up_proj.weight
     experts.fc2.weight [experts, dim, width]           experts.3.down_proj.weight
@@ -38,7 +38,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
 }
-_THETA = {"mixtral": 1e6}  # where a config.json leaves it out; of the others 1e4
+_THETA = {"mixtral": 1e6}  # the default of a config.json; 1e4 for other model types
 
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -61,7 +61,7 @@ _INNER = {
 
 
 def _expert_names(block: str, gate: str, up: str, down: str) -> dict[str, list[str]]:
-    """The matrices in an expert's rows of a stacked tensor; ``{}`` stands for its number."""
+    """The matrices in each tensor of a layer with experts; ``{}`` is the number of the expert."""
     return {
         "feed_forward.router.weight": [f"{block}.gate.weight"],
         "feed_forward.experts.fc1.weight": [f"{block}.experts.{{}}.{n}.weight" for n in (gate, up)],
@@ -81,13 +81,12 @@ _EXPERTS["dots1"] = _EXPERTS["qwen3_moe"] | {
 }
 _QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _FC1 = "feed_forward.experts.fc1."
-# The tensor of all experts, or (in checkpoints) of the expert whose number follows.
+# The tensor of all experts, or (in checkpoints) of the expert with the number at the end.
 _STACK = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-# The only values of options for which each kind of experts has a form. With qk_norm=True a mixtral
-# would be a qwen3_moe.
+# Options that each model type with experts supports with one value only.
 _SWIGLU = {"capacity_factor": None, "expert_activation": "swiglu", "expert_biases": False}
 _SOFTMAX = {"shared_hidden_dim": 0, "expert_score": "softmax", "bias_rate": 0.0}
 _SOFTMAX |= {"expert_groups": 1, "expert_scale": 1.0}
@@ -99,7 +98,7 @@ _ONLY: dict[str, dict[str, Any]] = {
 
 
 def model_type(config: GPTConfig) -> str:
-    """The Hugging Face model type that computes the same; raises where there is none."""
+    """The Hugging Face model type that computes the same; raises if there is none."""
     if not config.num_experts:
         return "qwen3" if config.qk_norm else "llama"
     kind = "qwen3_moe" if config.qk_norm else "mixtral"
@@ -119,8 +118,8 @@ def model_type(config: GPTConfig) -> str:
         )
     if problems:
         raise ValueError(
-            f"{_ARCHITECTURES[kind]} has no option for {'; '.join(problems)}: such a model has no "
-            f"Hugging Face form; export it under its own names (convert=, config=)"
+            f"{_ARCHITECTURES[kind]} has no option for {'; '.join(problems)}: this model has no "
+            f"Hugging Face form. Export it under its own names (convert=, config=)"
         )
     return kind
 
@@ -129,17 +128,17 @@ def model_type(config: GPTConfig) -> str:
 
 
 def hf_names(name: str, config: GPTConfig) -> list[str]:
-    """The Hugging Face names of one parameter: one, or one for each matrix of its experts."""
+    """The Hugging Face names of one parameter: one name, or one for each matrix of its experts."""
     if name in _OUTER:
         return [_OUTER[name]]
-    found = _BLOCK.fullmatch(name)
+    match = _BLOCK.fullmatch(name)
     names = {ours: [theirs] for ours, theirs in _INNER.items()}
     names |= _EXPERTS.get(model_type(config), {})
-    inner = found[2] if found is not None else ""
+    inner = match[2] if match is not None else ""
     stack = _STACK.fullmatch(inner)
-    if found is None or (stack[1] if stack else inner) not in names:
+    if match is None or (stack[1] if stack else inner) not in names:
         raise ValueError(f"{name!r} is no parameter of a GPT")
-    prefix = f"model.layers.{found[1]}."
+    prefix = f"model.layers.{match[1]}."
     if stack is None:
         return [prefix + names[inner][0]]
     experts = [int(stack[2])] if stack[2] else range(config.num_experts)
@@ -147,12 +146,12 @@ def hf_names(name: str, config: GPTConfig) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor]:
-    """One whole parameter under its Hugging Face names, to convert a large model in parts."""
+    """One whole parameter under its Hugging Face names. Large models are converted in this way."""
     names, parts = hf_names(name, config), [tensor]
     stack = _STACK.fullmatch(name)
     if stack is not None:
         matrices = [tensor] if stack[2] else list(tensor.unbind())
-        count = len(names) // len(matrices)  # gate and up, one behind the other
+        count = len(names) // len(matrices)  # gate and up are stacked
         parts = [part for matrix in matrices for part in matrix.chunk(count)]
     return dict(zip(names, parts, strict=True))
 
@@ -163,7 +162,7 @@ def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith("_extra_state"):
-            continue  # the order of gate and up, read with the tensor that it belongs to
+            continue  # the order of gate and up, which is read with its tensor
         if _FC1 in name:
             order = state[f"{name.partition(_FC1)[0]}{_FC1}_extra_state"]["gate_up_block"]
             tensor = convert_gate_up(tensor, order, 0, -2)
@@ -172,32 +171,35 @@ def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
 
 
 def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
-    """Hugging Face weights as a state dict of ``GPT(config)``; experts are stacked copies, all
+    """Hugging Face weights as a state dict of ``GPT(config)``. Experts are stacked copies; all
     other tensors are shared."""
-    return {name: one for part in parameters_from_hf(state, config) for name, one in part.items()}
+    converted: dict[str, Any] = {}
+    for part in parameters_from_hf(state, config):
+        converted |= part
+    return converted
 
 
 def parameters_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[dict[str, Any]]:
-    """The same one parameter at a time, for a ``state`` that reads its tensors from files."""
+    """:func:`from_hf` one parameter at a time, for a ``state`` that reads tensors from files."""
     ours = [name for name in _our_names(config) if not name.endswith("_extra_state")]
     needed = {name: hf_names(name, config) for name in ours}
-    # Old files have the rotary frequencies, some the tied head: neither is needed.
+    # Old files contain the rotary frequencies, and some the tied head: both are not needed.
     given = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
     if config.tied:
         given = [name for name in given if name != "lm_head.weight"]
     expected = {name for names in needed.values() for name in names}
     _check_names(given, expected, f"weights of a {_ARCHITECTURES[model_type(config)]}")
     for name, theirs in needed.items():
-        parts = [state[one] for one in theirs]
+        parts = [state[key] for key in theirs]
         if _STACK.fullmatch(name) is None:
             yield {name: parts[0]}
             continue
         count = len(parts) // config.num_experts
         matrices = [torch.cat(parts[i : i + count]) for i in range(0, len(parts), count)]
-        found: dict[str, Any] = {name: torch.stack(matrices)}
+        stacked: dict[str, Any] = {name: torch.stack(matrices)}
         if _FC1 in name:
-            declare_gate_up(found, name.removesuffix("weight"), 0)
-        yield found
+            declare_gate_up(stacked, name.removesuffix("weight"), 0)
+        yield stacked
 
 
 def _our_names(config: GPTConfig) -> list[str]:
@@ -221,7 +223,7 @@ def _check_names(given: Any, expected: Any, what: str) -> None:
             if names
         ]
         raise ValueError(
-            f"these are not {what}: {' and '.join(parts)}; use the configuration of these weights"
+            f"these are not {what}: {' and '.join(parts)}. Use the configuration of these weights"
         )
 
 
@@ -231,13 +233,12 @@ _NEEDED: Any = object()
 
 
 class _Field(NamedTuple):
-    """A value of config.json, the argument of GPTConfig that it is, the property that it is written
-    from where that is another, and what it is where it is left out."""
+    """A value of config.json."""
 
-    theirs: str
-    ours: str
-    written: str | None = None
-    default: Any = _NEEDED
+    theirs: str  # its key in config.json
+    ours: str  # the argument of GPTConfig
+    written: str | None = None  # the property of GPTConfig that is written; None: ``ours``
+    default: Any = _NEEDED  # the value if config.json does not contain the key
 
 
 _FIELDS = (
@@ -281,7 +282,7 @@ def hf_config(
 
     Args:
         dtype: dtype in which the weights are stored, as torch spells it.
-        end_token: the token that ends a text, at which ``generate`` of transformers stops.
+        end_token: the token that ends a text; ``generate`` of transformers stops there.
     """
     kind = model_type(config)
     if kind == "llama" and config.dim % config.num_heads:
@@ -302,7 +303,7 @@ def hf_config(
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
-        **{one.theirs: getattr(config, one.written or one.ours) for one in fields},
+        **{field.theirs: getattr(config, field.written or field.ours) for field in fields},
         "hidden_act": "silu",
         "attention_bias": False,
         "bos_token_id": None,
@@ -322,61 +323,59 @@ def hf_config(
     if kind in ("dots1", "mixtral"):
         values["sliding_window"] = None
     if config.num_experts:
-        # Theirs counts tokens per expert, ours choices: it is experts_per_token times as large.
-        share = config.balance_coefficient / config.experts_per_token
-        values["router_aux_loss_coef"] = share
+        # Our loss counts shares of choices, theirs tokens per expert: experts_per_token times more.
+        values["router_aux_loss_coef"] = config.balance_coefficient / config.experts_per_token
     return values
 
 
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """The config of a GPT that computes what a ``config.json`` describes; raises with all reasons
-    where there is none."""
+    """The config of the GPT that a ``config.json`` describes; raises with all reasons if a GPT
+    cannot compute the same."""
     kind = values.get("model_type")
-    if kind == "mistral":  # Llama with a window, which must be as long as the context
+    if kind == "mistral":  # Llama with a window; the window must cover the context
         kind = "llama"
     if kind not in _ARCHITECTURES:
         raise ValueError(
-            f"model_type {kind!r} can't be a GPT here: {', '.join(_ARCHITECTURES)} and mistral can"
+            f"model_type {kind!r} can't be a GPT: choose from {', '.join(_ARCHITECTURES)}, mistral"
         )
     experts = _EXPERT_FIELDS.get(kind, ())
-    if experts:  # by whichever name
-        known = (values.get(fields[0].theirs) for fields in _EXPERT_FIELDS.values())
-        values = {**values, experts[0].theirs: next(filter(None, known), None)}
-    arguments = {one.ours: one for one in (*_FIELDS, *experts)}
+    if experts:  # num_experts, under the key of any model type
+        counts = (values.get(fields[0].theirs) for fields in _EXPERT_FIELDS.values())
+        values = {**values, experts[0].theirs: next(filter(None, counts), None)}
+    fields = {field.ours: field for field in (*_FIELDS, *experts)}
     if not experts:
-        arguments["hidden_dim"] = _Field("intermediate_size", "hidden_dim")
-    found: dict[str, Any] = {name: values.get(one.theirs) for name, one in arguments.items()}
-    problems = [
-        f"{one.theirs} is missing"
-        for name, one in arguments.items()
-        if found[name] is None and one.default is _NEEDED
-    ]
+        fields["hidden_dim"] = _Field("intermediate_size", "hidden_dim")
+    arguments: dict[str, Any] = {}
+    problems = []
+    for name, field in fields.items():
+        value = values.get(field.theirs)
+        arguments[name] = field.default if value is None else value
+        if arguments[name] is _NEEDED:
+            problems.append(f"{field.theirs} is missing")
     problems += _unlike(values, kind)
-    # The older key wins, as in transformers: people add it to a config.json by hand.
+    # The older key has precedence, as in transformers, because users add it by hand.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaling = _scaling(rope, problems)
     if problems:
-        raise ValueError(f"this {kind} configuration can't be a GPT here: {'; '.join(problems)}")
-    for name, one in arguments.items():
-        found[name] = one.default if found[name] is None else found[name]
+        raise ValueError(f"this {kind} configuration can't be a GPT: {'; '.join(problems)}")
     if experts:
         share = values.get("router_aux_loss_coef", 0.001)
-        found["balance_coefficient"] = share * found["experts_per_token"]
+        arguments["balance_coefficient"] = share * arguments["experts_per_token"]
     if kind == "qwen3_moe":
-        found["num_dense_layers"] = len(values.get("mlp_only_layers") or ())
+        arguments["num_dense_layers"] = len(values.get("mlp_only_layers") or ())
     if kind == "dots1":
-        width = (values.get("n_shared_experts") or 0) * found["expert_hidden_dim"]
-        found |= {"expert_score": "sigmoid", "bias_rate": 0.001, "shared_hidden_dim": width}
+        width = (values.get("n_shared_experts") or 0) * arguments["expert_hidden_dim"]
+        arguments |= {"expert_score": "sigmoid", "bias_rate": 0.001, "shared_hidden_dim": width}
     return GPTConfig(
         rope_theta=float(rope.get("rope_theta", values.get("rope_theta", _THETA.get(kind, 1e4)))),
         rope_scaling=scaling,
         qk_norm=kind in ("qwen3", "qwen3_moe", "dots1"),
-        **found,
+        **arguments,
     )
 
 
 def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
-    """Problems: options that change the computation and that a GPT does not have."""
+    """Options that change the computation and that GPT does not have, as error messages."""
     problems = []
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act is {values['hidden_act']!r}, a GPT has silu")
@@ -389,7 +388,7 @@ def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
     used = values.get("use_sliding_window", not kind.startswith("qwen3"))
     if used and window is not None and window < (values.get("max_position_embeddings") or 0):
         problems.append(
-            f"sliding_window={window} is less than the context; a GPT attends to all of it"
+            f"sliding_window={window} is less than the context; a GPT attends to the whole context"
         )
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"layer_types {values['layer_types']}: a GPT has full_attention everywhere")
@@ -400,8 +399,8 @@ def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
         if dense != list(range(len(dense))) or values.get("decoder_sparse_step", 1) != 1:
             problems.append(
                 f"mlp_only_layers={dense}, decoder_sparse_step="
-                f"{values.get('decoder_sparse_step', 1)}: in a GPT the first layers have no "
-                f"experts, and all others have"
+                f"{values.get('decoder_sparse_step', 1)}: in a GPT only the first layers can be "
+                f"without experts"
             )
     return problems
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the reference model: RMSNorm, attention inside documents, and rotary positions.
 
-torch fuses `rms_norm` on GPUs; on a CPU it is a chain of ten small operations whose gradients make
-twice as many passes over memory as needed, which is a tenth of a small model's step.
+torch fuses `rms_norm` on GPUs. On a CPU it is a chain of ten small operations, whose gradients make
+twice as many passes over memory as needed: a tenth of a small model's step.
 
 Rotary positions rotate queries and keys by an angle that grows with the position. Channel i of a
 head rotates with channel i + width/2 (the two halves of the head, the convention of Llama weights
 in the Hugging Face layout), once in 2 pi theta^(2i/width) tokens.
 
-A window of packed text holds several documents, each begun by the token that ended the one before:
-a model that is asked to go on from that token alone begins a text. Positions need not begin anew in
-each document, because rotary attention depends on distances alone. On a GPU FlexAttention skips
-blocks of keys that no query sees, and looks into those alone where documents meet:
+A window of packed text holds several documents. Each begins with the token that ended the document
+before, so a model that gets this token alone begins a text. Positions need not begin anew in each
+document, because rotary attention depends on distances alone. On a GPU FlexAttention skips blocks
+of keys that no query sees, and applies the mask only in blocks where documents meet:
 
     documents 0 0 0 1 | 1 1 1 1 | 1 1 1 2    in blocks of 4 tokens
     queries   0 0 0 1   part                 part: the mask decides token by token
@@ -69,7 +69,7 @@ class _Norm(torch.autograd.Function):
         return of_x, product.sum(0), None
 
 
-Call = Callable[..., Tensor]  # of a function and its inputs
+Call = Callable[..., Tensor]  # called with a function and its inputs
 
 
 def call_once(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def call_once(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def call_again(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """``function(*inputs)``; a compiled graph keeps the inputs and computes the result again in
-    backward. Without compilation the result is kept: autograd would have to save it anyway."""
+    """``function(*inputs)``. A compiled graph keeps the inputs and computes the result again in
+    backward. Without compilation the result is kept, because autograd has to save it anyway."""
     if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return function(*inputs)
     again = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -87,9 +87,9 @@ def call_again(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def norm_again(norm: Call, x: Tensor) -> Tensor:
-    """``norm(x)`` of an :class:`RMSNorm`, computed again like :func:`call_again`, but for the scale
-    of each row, which is kept. (Else the weight's gradient, a sum over rows, has to wait for sums
-    along them: one more pass over all gradients.) The same values, gradients to rounding."""
+    """``norm(x)`` of an :class:`RMSNorm`, computed again like :func:`call_again`, except for the
+    scale of each row, which is kept. (Without the scale, the weight's gradient would need one more
+    pass over all gradients.) Values are the same, gradients are the same to rounding."""
     plain = isinstance(norm, RMSNorm) and not isinstance(x, DTensor)
     if not (plain and torch.compiler.is_compiling()):
         return call_again(norm, x)
@@ -103,24 +103,25 @@ def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 Mask = Tensor | BlockMask  # dense: [batch, 1, query, key]
 BLOCK = 128  # queries, and keys, of one block of a BlockMask
-# For a text that grows by a token each time: cuDNN prepares 5 ms for every new length.
+# Without cuDNN, which needs 5 ms for every new length: a growing text has a new length each time.
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def documents_mask(
     tokens: Tensor, end: int | None, begin: int = 0, *, always: bool = False
 ) -> Mask | None:
-    """The keys that queries from ``begin`` on see, where each token ``end`` begins a document.
+    """The keys that the queries from number ``begin`` see, if each token ``end`` begins a document.
 
-    ``None``: all keys before a query, and its own. So it is where there is no such token, which
-    only a CPU can ask about without waiting; not with ``always``, for blocks that are compiled.
+    ``None``: a query sees its own key and all keys before. This is the result if there is no such
+    token, but only on a CPU, because on a GPU the host would wait for this fact. With ``always``
+    (for compiled blocks) there is always a mask.
     """
     if end is None:
         return None
     begins = tokens == end
     if tokens.device.type == "cpu" and not always and not begins.any():
         return None
-    number = begins.cumsum(1, dtype=torch.int32)  # of the document that a token is in: [B, T]
+    number = begins.cumsum(1, dtype=torch.int32)  # the document of each token: [B, T]
     if tokens.device.type == "cuda" and tokens.shape[1] % BLOCK == 0 and not begin:
         return document_blocks(number)
     same = number[:, begin:, None] == number[:, None, :]
@@ -128,16 +129,16 @@ def documents_mask(
 
 
 def document_blocks(number: Tensor) -> BlockMask:
-    """The same for FlexAttention, from the number of each token's document: [batch, context]."""
+    """The mask for FlexAttention. ``number`` [batch, context]: the document of each token."""
     number = number.contiguous()
     blocks = number.unflatten(1, (-1, BLOCK))  # [batch, blocks, BLOCK]
-    first, last = blocks[..., 0], blocks[..., -1]  # numbers never fall
+    first, last = blocks[..., 0], blocks[..., -1]  # numbers do not decrease
     before = torch.ones(blocks.shape[1], blocks.shape[1], dtype=torch.bool, device=number.device)
     seen = (last[:, None, :] >= first[:, :, None]) & before.tril()  # [batch, query, key]
     whole = (first[:, None, :] == last[:, :, None]) & before.tril(-1)
 
     def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many keys' blocks each block of queries has, and their places, first ones first."""
+        """The number of key blocks for each query block, and their places in order."""
         blocks = blocks.unsqueeze(1)  # [batch, 1, query, key]
         places = blocks.int().argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32), places.int()
@@ -152,13 +153,13 @@ def document_blocks(number: Tensor) -> BlockMask:
 
 @functools.cache
 def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention, dynamic=False)  # as it is, it would make all scores
+    return torch.compile(flex_attention, dynamic=False)  # else it stores all scores
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`, or to all up
-    to a query's own; several query heads may share a key head. Fewer queries than keys are the last
-    ones."""
+    """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`; without a
+    mask to all keys up to a query's own. Several query heads may share a key head. If there are
+    fewer queries than keys, these are the last queries."""
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ...]
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
     if isinstance(mask, BlockMask):
@@ -176,14 +177,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 class KeyValues:
-    """The keys and values of one layer for the tokens so far, in a text that grows."""
+    """The keys and values of one layer, for the tokens of a growing text."""
 
     def __init__(self, context: int) -> None:
         self.context, self.length = context, 0
         self._held: tuple[Tensor, Tensor] | None = None  # each [batch, context, heads, width]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all tokens, with those of the next ones."""
+        """Add the keys and values of the next tokens. Returns those of all tokens."""
         if self._held is None:
             shape = (k.shape[0], self.context, *k.shape[2:])
             self._held = k.new_empty(shape), v.new_empty(shape)
@@ -195,10 +196,9 @@ class KeyValues:
 
 
 class Rotary:
-    """The table of a model's angles, computed when it is first asked for on a device.
+    """The table of a model's angles, computed at the first use on a device.
 
-    The table is no buffer: `to_empty`, which gives a model from the meta device memory but no
-    values, would leave the contents of a buffer undefined.
+    The table is no buffer, because `to_empty` would leave the contents of a buffer undefined.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -212,7 +212,7 @@ class Rotary:
         """Cosines, and sines with the signs that :func:`rotate` needs: [2, length, 1, width]."""
         key = (device, dtype)
         if key not in self._tables:
-            # Angles are computed in fp32 for any dtype: position 100,000 is not exact in bf16.
+            # Angles are always computed in fp32: position 100,000 is not exact in bf16.
             positions = torch.arange(self.context, dtype=torch.float32, device=device)
             angles = torch.outer(positions, self._frequencies(device))  # [context, width / 2]
             cos, sin = angles.cos(), angles.sin()
@@ -237,8 +237,8 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(heads: Tensor, table: Tensor) -> Tensor:
     """``heads`` [batch, context, heads, width] rotated by ``table`` [2, context, 1, width].
 
-    With halves (a, b) the result is (a cos - b sin, b cos + a sin); rolling by half the width
-    swaps the halves and the table holds the signs, which saves negating and joining copies.
+    With halves (a, b) the result is (a cos - b sin, b cos + a sin). Rolling by half the width swaps
+    the halves, and the table holds the signs, so no copies are negated or joined.
     """
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return torch.addcmul(heads * table[0], swapped, table[1])

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a language model: cross-entropy of the head's logits, without keeping the logits.
+"""The loss of a language model: the cross-entropy of the head's logits, which are not kept.
 
     hidden [N, C] --chunks of rows--> logits [n, V] --> loss, gradient of the logits [n, V]
                                                     --> gradient of hidden, sum for the head
 
 The logits of a microbatch are its largest tensor: 16 x 2048 tokens and 50,000 words make 6.6 GB in
-fp32, and their gradient as much. So the rows are taken in chunks, and the gradients of each chunk
-are computed at once, while its logits are there: three products as in the plain loss, none twice.
-Backward then only scales them.
+fp32, and their gradient has the same size. So rows are processed in chunks, and forward computes
+the gradients of each chunk while its logits exist: three products, as in the plain loss. Backward
+only scales these gradients.
 
-Under tensor parallelism the vocabulary is cut over ranks, and no rank ever has a row of V logits:
+Under tensor parallelism the vocabulary is cut over ranks, and no rank has a whole row of V logits:
 
     rank 0   logits of words 0 to 2     max, sum of exp, logit of the target or 0
     rank 1   logits of words 3 to 5     max, sum of exp, logit of the target or 0
-             -> log(sum over ranks) - (target's logit), per token: three numbers are sent
+             -> log(sum over ranks) - (target's logit); three numbers are sent per token
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class Words(NamedTuple):
-    """The words that this rank of an axis has, from ``first`` on."""
+    """The words of this rank of an axis begin with number ``first``."""
 
     first: int
     axis: comm.Axis
@@ -64,21 +64,21 @@ def linear_cross_entropy(
         hidden: [..., C]; ``targets``: [...], -100 where a target is not scored; ``head``: [V, C].
         z_coefficient: weight of the squared logarithm of the softmax's denominator, which keeps
             logits from drifting.
-        chunk: logits that exist at a time. Without ``softmax``, fewer than that are computed
-            whole; so are logits of a quantised head.
-        softmax: compiled :func:`softmax_and_gradient`, if there is one; for a whole vocabulary.
-        words_over: the axis over which the rows of a ``head`` that is no DTensor are cut (a plan).
+        chunk: the largest number of logits at a time. Without ``softmax``, fewer logits are
+            computed whole; the logits of a quantised head are always computed whole.
+        softmax: a compiled :func:`softmax_and_gradient`, for a whole vocabulary; or None.
+        words_over: in a plan: the axis that cuts the rows of ``head``, which is no DTensor.
 
-    A ``head`` that is a DTensor has its rows cut over the one axis of its mesh, and ``hidden`` is
-    replicated there (collective).
+    If ``head`` is a DTensor, its rows are cut over the only axis of its mesh, and ``hidden`` is
+    replicated over this axis (collective).
     """
-    width = head.shape[0]  # of the first rank where ranks differ: all make as many chunks
+    width = head.shape[0]  # with ``tp`` that of the first rank: all ranks need as many chunks
     if isinstance(head, DTensor):
         [axis], [placement] = Ranks(head.device_mesh).axes, head.placements
         assert placement.is_shard(0), f"the vocabulary is {placement}"
         softmax = _of_words(chunk_range(width, [axis.size], [axis.rank])[0], axis)
         width = chunk_range(width, [axis.size], [0])[1]
-        # Each rank brings the gradient of its own words.
+        # Each rank computes the gradient of its own words.
         assert isinstance(hidden, DTensor)
         hidden, head = hidden.to_local(grad_placements=[Partial()]), head.to_local()
     elif words_over is not None:
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
     few = rows.shape[0] * width <= chunk and softmax is None
-    if few or isinstance(head, QuantisedParameter):  # whose products are its own
+    if few or isinstance(head, QuantisedParameter):  # a quantised head computes its own products
         logits = F.linear(rows, head).float()
         total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
         if z_coefficient:
@@ -112,8 +112,8 @@ def softmax_and_gradient(
     z_coefficient: float,
     words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, divided by ``scored``, and its gradient by the logits in their dtype.
-    ``words``: where these are not all words, those of this rank (collective)."""
+    """The loss of a chunk, divided by ``scored``, and its gradient for the logits, in their dtype.
+    ``words``: the words of this rank, if a rank does not have all words (collective)."""
     x = logits.float()  # [n, V]
     counts = (targets != IGNORED).unsqueeze(1)  # [n, 1]
     if words is None:
@@ -125,7 +125,7 @@ def softmax_and_gradient(
         here = counts & (index >= 0) & (index < x.shape[1])
         index = index.clamp(0, x.shape[1] - 1)
         largest = x.amax(-1, keepdim=True)
-        comm.all_reduce(largest, words.axis, "max").wait()  # a NaN that is lost comes in the sum
+        comm.all_reduce(largest, words.axis, "max").wait()  # max may drop a NaN, the sum does not
         mine = x.gather(1, index).where(here, 0)
         sums = torch.stack(((x - largest).exp().sum(-1, keepdim=True), mine))
         comm.all_reduce(sums.view(-1), words.axis).wait()
@@ -141,7 +141,7 @@ def softmax_and_gradient(
 
 
 class _Chunked(torch.autograd.Function):
-    """The gradients are those of the loss itself; backward scales them by its own gradient."""
+    """Forward computes the gradients of the loss. Backward scales them by its incoming gradient."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _Chunked(torch.autograd.Function):
         softmax: Softmax,
     ) -> Tensor:
         of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        # Summed over the chunks in fp32, whatever the dtype of the head.
+        # Summed over the chunks in fp32, for any dtype of the head.
         of_head = None
         if ctx.needs_input_grad[1]:
             of_head = torch.zeros_like(head, dtype=torch.float32)
@@ -188,10 +188,10 @@ class _Chunked(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, summed in fp32; a CPU has no kernel for 16-bit factors and fp32 sums."""
-    if a.is_meta:  # a plan, which has no values; torch 2.11 has no such product on that device
+    """``total += a @ b``, summed in fp32."""
+    if a.is_meta:  # a plan has no values, and torch 2.11 has no such product on the meta device
         return
-    if a.device.type == "cpu":
+    if a.device.type == "cpu":  # there is no CPU kernel for 16-bit factors and fp32 sums
         a, b = a.to(total.dtype), b.to(total.dtype)
     if a.dtype == total.dtype:
         total.addmm_(a, b)

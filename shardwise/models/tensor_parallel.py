@@ -3,14 +3,14 @@
 the vocabulary.
 
     embedding         words cut           -> hidden [B, T/t, C], a part of every sequence
-    block   norm      on that part
+    block   norm      on this part
             wq wk wv  rows cut (heads)    <- gathered [B, T, C];  attention on H/t heads
             wo        columns cut         -> partial sums, reduce-scattered to [B, T/t, C]
             gate up   rows cut, down columns cut: the same
-    norm, head        words cut           <- gathered; logits [B, T, V/t] stay where they are
+    norm, head        words cut           <- gathered; logits [B, T, V/t] are not gathered
     loss              per token: a maximum, a sum of exponentials, one logit (three numbers)
 
-It is torch's ``parallelize_module``; ``fully_shard`` over the data-parallel axes comes after it.
+torch's ``parallelize_module`` does this. Call ``fully_shard`` over the data-parallel axes after it.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def _gathers(here: Any, there: Any) -> PrepareModuleInput:
 
 
 def planned_tiles(model: nn.Module, tp: int) -> nn.Module:
-    """The model that a plan over ``tp`` ranks lays out and runs: a model that
-    ``parallelize_module`` cut as it is, a GPT on the meta device as the first rank has it; others
-    are refused."""
+    """The model for a plan over ``tp`` ranks. A model that ``parallelize_module`` has cut is not
+    changed. A GPT becomes a copy on the meta device with the tiles of the first rank. Other models
+    raise an error."""
     over = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
     if over == {tp}:
         return model
     if over or not isinstance(model, GPT):
         found = f"is cut over {sorted(over)} ranks" if over else "has no DTensors"
         raise ValueError(
-            f"plan: tp={tp}, and this {type(model).__name__} {found}: how its parameters are cut "
+            f"plan: tp={tp}, but this {type(model).__name__} {found}, so the cut of its parameters "
             f"is unknown. Cut it with parallelize_module over {tp} ranks, or plan a GPT"
         )
     problems = tensor_parallel_problems(model.config, tp)
@@ -106,9 +106,9 @@ def planned_tiles(model: nn.Module, tp: int) -> nn.Module:
         dim, shape = _CUT.get(path.rpartition(".")[2]), list(parameter.shape)
         if dim is not None:
             shape[dim] = chunk_range(shape[dim], [tp], [0])[1]
-        made = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
-        setattr(made, UNEVEN, dim is not None and parameter.shape[dim] % tp > 0)
-        setattr(model.get_submodule(path), last, made)
+        tile = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+        setattr(tile, UNEVEN, dim is not None and parameter.shape[dim] % tp > 0)
+        setattr(model.get_submodule(path), last, tile)
     _exchange(model, comm.Axis.pretended("tp", tp, 0, "nccl"))
     return model
 
@@ -123,7 +123,7 @@ _Move = Callable[[Tensor, comm.Axis], Tensor]
 
 
 def _exchange(model: GPT, axis: comm.Axis) -> None:
-    """Hooks that send plain meta tensors over ``axis`` where :func:`cut_over` sends DTensors."""
+    """Register hooks that send plain meta tensors over ``axis`` where a run sends DTensors."""
     model.sequence_parts, model.words_over = axis.size, axis
 
     def gathers(module: nn.Module, args: Any, output: Tensor | None = None) -> Any:
@@ -148,7 +148,7 @@ def _exchange(model: GPT, axis: comm.Axis) -> None:
 
 
 class _Moved(torch.autograd.Function):
-    """``there`` in forward, ``back`` in backward: a gather is the gradient of a scatter."""
+    """``there`` in forward and ``back`` in backward: the gradient of a scatter is a gather."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: comm.Axis, there: _Move, back: _Move) -> Tensor:
@@ -161,7 +161,7 @@ class _Moved(torch.autograd.Function):
 
 
 class _Partial(torch.autograd.Function):
-    """A norm of a part of the sequence, whose weight gets a partial gradient."""
+    """The input of a norm over a part of the sequence, whose weight gets a partial gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, axis: comm.Axis) -> Tensor:
@@ -176,15 +176,15 @@ class _Partial(torch.autograd.Function):
 
 
 def _gather(part: Tensor, axis: comm.Axis) -> Tensor:
-    """Each rank's part of the sequences [B, T/t, C] becomes the whole [B, T, C] on all of them, as
-    DTensor gathers the second dimension: by the first, and a copy."""
+    """Gather the parts [B, T/t, C] of all ranks to [B, T, C] as DTensor does: along the first
+    dimension, and then a copy."""
     together = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
     comm.all_gather(together, part.contiguous(), axis).wait()
     return torch.cat(together.chunk(axis.size), 1)
 
 
 def _scatter(whole: Tensor, axis: comm.Axis) -> Tensor:
-    """Partial sums [B, T, C] of all ranks become each rank's part [B, T/t, C] of the sum."""
+    """Reduce-scatter the partial sums [B, T, C] to this rank's part [B, T/t, C] of the sum."""
     stacked = torch.cat(whole.chunk(axis.size, 1))
     part = stacked.new_empty(stacked.shape[0] // axis.size, *stacked.shape[1:])
     comm.reduce_scatter(part, stacked, axis).wait()

@@ -7,10 +7,10 @@
     stacked (block 0)          | g g g g g g | u u u u u u |
     interleaved by block 2     | g g | u u | g g | u u | g g | u u |
 
-Every path rounds at the same places: ``z`` is rounded to the dtype of the activations before it is
+All paths round at the same places: ``z`` is rounded to the dtype of the activations before it is
 read, the activation is computed in fp32 from the rounded ``z``, and ``h = act(z)·p`` is rounded
 once. Backward recomputes from the saved ``z``, so kernels, torch and recomputation agree up to the
-order of sums inside the products. The gradient passes a clamp at its boundary.
+order of sums inside the products. At the boundary of a clamp the gradient passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.words import bound_problems, choice_problems
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """An activation; the functions below make one, with the numbers of a gated one explicit."""
+    """An activation. The functions below build one, with explicit numbers."""
 
     kind: Literal["gated", "squared_relu"] = "gated"
     alpha: float = 1.0
@@ -82,7 +82,7 @@ def clamped_swiglu(*, limit: float) -> Activation:
 
 
 def clamped_quick_geglu(*, alpha: float, limit: float, offset: float) -> Activation:
-    """The activation of gpt-oss, which uses alpha 1.702, limit 7 and offset 1; no defaults."""
+    """The activation of gpt-oss, which uses alpha 1.702, limit 7 and offset 1."""
     return Activation(alpha=alpha, limit=limit, offset=offset)
 
 
@@ -94,13 +94,13 @@ def squared_relu() -> Activation:
 
 
 def check_block(block: int | None, width: int = 0) -> None:
-    """Raise where gate and up, ``width`` rows each, can't be interleaved by ``block``."""
+    """Raise where gate and up, ``width`` rows each, cannot be interleaved by ``block``."""
     if block is not None and (type(block) is not int or block < 0):
-        raise ValueError(f"gate_up_block={block!r}: a whole number of rows, or 0 (stacked)")
+        raise ValueError(f"gate_up_block={block!r}: give a whole number of rows, or 0 (stacked)")
     if block and width % block:
         raise ValueError(
-            f"gate_up_block={block}: gate and up have {width} rows each, which blocks of {block} "
-            f"do not divide; choose 0 (stacked) or a divisor of {width}"
+            f"gate_up_block={block} does not divide {width}, the number of rows of gate and of up: "
+            f"choose 0 (stacked) or a divisor of {width}"
         )
 
 
@@ -128,7 +128,7 @@ def join_gate_up(gate: Tensor, up: Tensor, block: int, dim: int = -1) -> Tensor:
 
 
 def convert_gate_up(value: Tensor, stored: int, wanted: int, dim: int = -1) -> Tensor:
-    """``value`` (weights, biases or optimizer states) with gate and up in another order."""
+    """``value`` (weights, biases or optimizer states) with gate and up in the order ``wanted``."""
     if stored == wanted:
         return value
     return join_gate_up(*split_gate_up(value, stored, dim), wanted, dim)

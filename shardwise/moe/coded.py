@@ -7,11 +7,11 @@
     W [experts, out, in]  codes, one scale         dx = dy · W[e]    of their turned codes
                           for each expert          dW[e] = dyᵀ · x   of turned codes of both
 
-Hopper multiplies them in its tensor cores, which sum in about 14 bits. A weight with one scale
-serves both directions with the same codes. Scales of rows are powers of two: dW sums over rows, so
-their scales are multiplied into the codes of x, over the largest of an expert's, and that is exact
-down to the smallest numbers of e4m3. Elsewhere the operands are decoded and multiplied in fp32: the
-same numbers but for that sum.
+Hopper multiplies the codes in its tensor cores, which sum in about 14 bits. A weight has one scale
+for each expert, so the same codes serve both directions. Scales of rows are powers of two. dW sums
+over rows, so the scales of rows are divided by the largest scale of the expert and multiplied into
+the codes of x; this is exact down to the smallest numbers of e4m3. On other devices the operands
+are decoded and multiplied in fp32: only the rounding of the sums differs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from shardwise.precision.fp8 import WIDE, Plane, decode_reference, encode_refere
 from shardwise.precision.fp8_block import counts, note, scaled_problem
 from shardwise.precision.fp8_tensor import Reads
 
-SMALLEST = 2.0**-126  # the least scale of an expert's sum over rows
+SMALLEST = 2.0**-126  # lower bound of the scale of an expert's sum over rows
 
 
 @dataclass(frozen=True)
 class Into:
-    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
+    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, which is overwritten or
+    (``add``) added to."""
 
     dtype: torch.dtype
     out: Tensor | None = None
@@ -54,7 +55,7 @@ class Into:
 
 
 def aligned(value: Tensor | None) -> bool:
-    """Whether the copy engine can address ``value``: experts start at 16-byte boundaries."""
+    """Whether the copy engine can address ``value``: experts begin at multiples of 16 bytes."""
     if value is None:
         return True
     return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
@@ -77,7 +78,7 @@ class CodedRows:
 
     @classmethod
     def _planned(cls, like: Tensor) -> Self:
-        """The memory of a plan, for rows like those on the meta device."""
+        """Memory of the right size for rows like ``like``, on the meta device."""
         scales = like.new_empty(len(like), dtype=torch.float32)
         return cls(like.new_empty(like.shape, dtype=torch.uint8), scales, like.dtype)
 
@@ -98,7 +99,7 @@ class CodedRows:
     def activation_backward(
         cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Self, Self, Tensor]:
-        """``dz``, ``h`` again and ``dp``."""
+        """``dz``, the recomputed ``h``, and ``dp``."""
         if z.is_meta:
             return cls._planned(z), cls._planned(dh), z.new_empty(len(z), dtype=torch.float32)
         if not _by_kernel(z):
@@ -113,7 +114,7 @@ class CodedRows:
         return cls(*coded, z.dtype), cls(*again, z.dtype), dp
 
     def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
-        """``dyᵀ·x`` [experts, out, in] of each expert's rows, where this is dy."""
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows; these rows are ``dy``."""
         out = into.memory(self.codes, x.codes, ends)
         if out.is_meta:  # a plan; kernels read turned codes of both sides
             room = WIDE * max_blocks(len(self), len(ends), WIDE)
@@ -135,7 +136,7 @@ class CodedRows:
         return into.take(fresh)
 
     def _gradient_reference(self, x: Self, ends: Tensor) -> Tensor:
-        """By definition, in fp32."""
+        """The definition of the gradient, in fp32."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = [each.split(sizes) for each in (self.codes, x.codes, self.scales * x.scales)]
         results = []
@@ -149,11 +150,11 @@ class CodedRows:
 
 
 def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 of codes with one scale for each row, [rows, 1], or for all, [1, 1]."""
-    high = len(codes) // len(scales) if len(codes) else 1
+    """fp32 values of codes; scales: one for each row [rows, 1], or one for all [1, 1]."""
     if not len(codes):
         return codes.float()
-    return decode_reference(codes, scales, (high, codes.shape[1]), torch.float32)
+    block = len(codes) // len(scales), codes.shape[1]
+    return decode_reference(codes, scales, block, torch.float32)
 
 
 def _by_kernel(z: Tensor) -> bool:
@@ -162,14 +163,14 @@ def _by_kernel(z: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCodes:
-    """All experts' weights as the right side of grouped products, without being decoded."""
+    """All experts' weights as the right side of grouped products, as codes."""
 
     shape: torch.Size  # of the weights: [experts, out, in]
     codes: Tensor  # uint8 [experts, n, k]; k is summed over
     scales: Tensor  # fp32 [experts]
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
-        """``x · codesᵀ`` [rows, n] of x [rows, k], in its dtype."""
+        """``x · codesᵀ`` [rows, n] for x [rows, k], in the dtype of x."""
         if isinstance(x, Tensor):
             x = CodedRows.of(x)
         codes, scales = x.codes, x.scales
@@ -189,8 +190,7 @@ class ExpertCodes:
 
 
 def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> ExpertCodes:
-    """The weights of a plane of a stack [experts, out, in], as the product of ``phase`` reads
-    them."""
+    """The weights of a plane, a stack of shape [experts, out, in], for the product of ``phase``."""
     experts, rows, columns = shape
     codes = plane.codes.view(shape)
     scales = plane.scales.view(experts, rows // plane.block[0], columns // plane.block[1])
@@ -219,14 +219,15 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-# Whether the rows that meet some weights are coded, and whether they are so in their gradient too.
+# Whether the rows that a weight multiplies are coded; whether they are coded for dW too.
 Coding = tuple[bool, bool]
 
 
 def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:
-    """The tensors of rows, as a node saves them; see :func:`rows_of`."""
+    """The tensors of rows, for an autograd node to save; see :func:`rows_of`."""
     return (rows.codes, rows.scales) if isinstance(rows, CodedRows) else (rows, None)
 
 
 def rows_of(kept: Tensor, scales: Tensor | None) -> Any:
+    """The inverse of :func:`parts_of`."""
     return kept if scales is None else CodedRows(kept, scales)

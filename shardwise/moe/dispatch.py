@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: bring a row for each token and choice to its expert, and the results back.
+"""Dispatch: send a row for each token and choice to its expert, and the results back.
 
 One rank:
 
@@ -7,23 +7,24 @@ One rank:
     sorted      t0 t1 | t1 t2 | t0 t2       expert by expert
     back        sorted by token again, and each token's rows summed (experts apply the weights)
 
-Experts spread over an axis, rank r holding experts [r·n, (r+1)·n): rows go out and come back in two
-exact-size all-to-alls.
+With experts spread over an axis, rank r holds experts [r·n, (r+1)·n). Rows go there and back in two
+all-to-alls of exact size.
 
     rank 0   sorted | to 0: e0 e1 | to 1: e2 e3 |   --->   | from 0: e0 e1 | from 1: e0 e1 |
     rank 1   sorted | to 0: e0 e1 | to 1: e2 e3 |   --->   | from 0: e2 e3 | from 1: e2 e3 |
                                                   then sorted by expert: | e0: 0, 1 | e1: 0, 1 |
 
-An exchange is two autograd nodes, one that starts it and one that waits for it: work between the
-two (a shared expert) overlaps with the messages, in forward and in backward. In a graph of
-torch.compile the nodes are operators (``spread.py``).
+An exchange is two autograd nodes: the first starts the exchange, the second waits for it. Work
+between the two (a shared expert) overlaps with the messages, in forward and in backward. In a graph
+of torch.compile the nodes are operators (``spread.py``).
 
-The host must know the sizes. Without a capacity it waits for the device to count the rows, once in
-each forward of a layer. With a capacity ranks send each other as many rows as experts take at most,
-padded, and the host waits for no device; its ranks compare their numbers of tokens among hosts.
-Where that would more than double the rows (a capacity factor over 2), sizes are exact.
+The host must know the sizes. Without a capacity the host waits for the device to count the rows,
+once in each forward of a layer. With a capacity the host does not wait: ranks send each other the
+largest number of rows that the experts can take, with padding, after the hosts have compared their
+numbers of tokens. Where padding would more than double the rows (a capacity factor over 2), sizes
+are exact.
 
-    rank 0   sorted | to 0: e0 e1 .. | to 1: e2 e3 . |       ..  rows of no token, of weight zero
+    rank 0   sorted | to 0: e0 e1 .. | to 1: e2 e3 . |       ..  padding rows, of weight zero
 
 The rows of an expert are in the order of ranks and tokens, as on one rank with the whole batch.
 """
@@ -54,15 +55,15 @@ class DispatchPlan:
     """The order of rows by expert, and the number of rows that ranks send each other."""
 
     order: Tensor  # [rows]: index into tokens x choices, sorted by expert
-    # [tokens x choices]: their rows, or one behind the last where they were dropped. Of padding,
-    # those of one token more.
+    # [tokens x choices]: the row of each choice; the number of rows if the choice was dropped. With
+    # padding there is one more token.
     places: Tensor
     num_choices: int
-    ends: Tensor  # [local experts] int32: where each expert's rows end
+    ends: Tensor  # [local experts] int32: the end of each expert's rows
     sizes: list[int] | None = None  # rows sent to each rank
     out_sizes: list[int] | None = None  # rows received from each rank
     by_expert: Tensor | None = None  # [received]: the received rows sorted by expert
-    padded: bool = False  # whether there are rows of no token
+    padded: bool = False  # whether there are padding rows
 
 
 def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan:
@@ -74,8 +75,9 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
     order = _by_expert(routes.experts, routes.kept, num_experts)
     ends = routes.counts.cumsum(0).int()
     if routes.capacity is not None:
-        # As many rows as experts take at most, so that the host need not wait for counts. Rows
-        # of dropped choices up to this bound go to the last expert, with weight zero.
+        # The largest number of rows that experts can take, so that the host need not wait for
+        # counts. Dropped choices fill the rows up to this bound. They go to the last expert, with
+        # weight zero.
         bound = min(num_slots, num_experts * routes.capacity)
         order = order[:bound]
         ends[-1:].fill_(bound)  # an assignment would copy from the host, and wait
@@ -87,7 +89,7 @@ def _by_expert(chosen: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
     slots = chosen.flatten()
     if kept is not None:
         slots = slots.masked_fill(~kept.flatten(), num_experts)
-    if num_experts < 1 << 15:  # a GPU sorts digit by digit, of 8 bits
+    if num_experts < 1 << 15:  # a GPU sorts by digits of 8 bits: fewer bits are faster
         slots = slots.to(torch.uint8 if num_experts < 1 << 8 else torch.int16)
     return slots.sort(stable=True).indices
 
@@ -95,8 +97,9 @@ def _by_expert(chosen: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
 def exchange_counts(
     chosen: Tensor, counts: Tensor, capacity: int | None, axis: comm.Axis
 ) -> tuple[Tensor, list[int]]:
-    """The rows that come to this rank's experts [ranks x local experts]; and the numbers of rows
-    that go to each rank, those that come from each rank, and whether (1) padding is among them."""
+    """The number of rows for each of this rank's experts, by source [ranks x local experts]. And a
+    list: the rows sent to each rank, the rows received from each rank, and 1 with padding, else
+    0."""
     local = len(counts) // axis.size
     received = torch.empty_like(counts)
     each = [local] * axis.size
@@ -110,7 +113,7 @@ def exchange_counts(
 def plan_exchange(
     chosen: Tensor, kept: Tensor | None, counts: Tensor, received: Tensor, numbers: list[int]
 ) -> DispatchPlan:
-    """The plan of rows whose numbers :func:`exchange_counts` has told."""
+    """The plan for the numbers of rows of :func:`exchange_counts`."""
     num_ranks, choices = len(numbers) // 2, chosen.shape[-1]
     order = _by_expert(chosen, kept, len(counts))
     coming = received.view(num_ranks, -1)  # [source, expert]
@@ -132,12 +135,12 @@ def plan_exchange(
     )
 
 
-PADDED = 2  # times as many rows as there are choices may be sent to spare the host a wait
+PADDED = 2  # at most so many times the rows of all choices are sent to avoid a wait of the host
 
 
 def _block(chosen: Tensor, capacity: int | None, axis: comm.Axis, local: int) -> int | None:
-    """The most rows that a rank sends to another; None where the host had better wait for their
-    number, or where ranks have different numbers of tokens (collective, among hosts)."""
+    """The number of rows that every rank sends to every rank with padding. None: the host should
+    wait for exact numbers, or ranks have different numbers of tokens (collective, among hosts)."""
     if capacity is None or differ(len(chosen), axis):
         return None
     block = min(chosen.numel(), local * capacity)
@@ -145,8 +148,8 @@ def _block(chosen: Tensor, capacity: int | None, axis: comm.Axis, local: int) ->
 
 
 def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: int) -> DispatchPlan:
-    """Every rank sends ``block`` rows to every rank: those of a token more fill them up. Arrived,
-    they go to the last expert, behind its rows."""
+    """Every rank sends ``block`` rows to every rank. Rows of one additional token are the padding.
+    On arrival padding goes to the last expert, behind its rows."""
     num_ranks = len(coming)
     slots, place = len(order), torch.arange(block, device=order.device)
     behind = (going.cumsum(0) - going).unsqueeze(1) + place  # [rank, block]: index into order
@@ -173,36 +176,39 @@ def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: i
     lambda order, num_slots: order.new_empty(num_slots),
 )
 def _places(order: Tensor, num_slots: int) -> Tensor:
-    """The place of each slot in ``order``. An operator, as :func:`placed` is: in a graph Inductor
-    (torch 2.11, 2.13) may read memory before ``index_copy_`` has filled it."""
+    """The place of each slot in ``order``. This function and :func:`placed` are operators, because
+    Inductor (torch 2.11, 2.13) may read memory before ``index_copy_`` has filled it."""
     places = order.new_full((num_slots,), len(order))
     return places.index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 def check_share(num_experts: int, size: int, rank: int = 0) -> int:
-    """The number of experts per rank; raises where ``size`` ranks can't share them evenly."""
+    """The number of experts per rank; raises where ``size`` ranks cannot share them evenly."""
     if type(size) is not int or size < 1 or rank not in range(size):
-        raise ValueError(f"keep_share(size={size!r}, rank={rank!r}): rank is one of size ranks")
+        raise ValueError(
+            f"keep_share(size={size!r}, rank={rank!r}): give a size of 1 or more, and a rank from "
+            f"0 to size - 1"
+        )
     if num_experts % size:
         divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(
-            f"{num_experts} experts cannot be spread evenly over ep={size}: choose one of "
-            f"{divisors} ranks, or a multiple of {size} experts"
+            f"{num_experts} experts cannot be spread evenly over ep={size}: choose ep from "
+            f"{divisors}, or a multiple of {size} experts"
         )
     return num_experts // size
 
 
-# ------------------------------------------------------------------------------ there and back
+# ------------------------------------------------------------------------------ exchanges
 
 
-# Waits for rows [rows, hidden] sorted by expert, and their router weights [rows]. What it is given
-# is called in backward while the gradients are sent, for delayed weight gradients.
+# Waits for rows [rows, hidden] sorted by expert, and for their router weights [rows]. Its argument
+# is called in backward while gradients are sent: it computes delayed weight gradients.
 Arrival = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor]]
 
 
 class Dispatcher:
-    """Moves rows between tokens and experts, over ``axis`` where experts are spread. In graphs of
-    torch.compile it has a name, the same for all layers."""
+    """Moves rows between tokens and experts, over ``axis`` where experts are spread. Graphs of
+    torch.compile refer to a dispatcher by its name."""
 
     def __init__(self, axis: comm.Axis | None = None, name: str = "") -> None:
         self.axis, self.name = axis, name
@@ -210,20 +216,20 @@ class Dispatcher:
 
     @staticmethod
     def over(axis: comm.Axis | None) -> Dispatcher:
-        """The dispatcher of an axis, one for all layers. Its name is the same in every run, so
-        that graphs on disk are found again."""
+        """The dispatcher of an axis, shared by all layers. Its name is the same in every run, so
+        that cached graphs on disk can be reused."""
         name = "" if axis is None else f"{axis.name} {getattr(axis.group, 'group_name', '')}"
-        found = dispatchers.get(name)
-        if found is None or found.axis is not axis:  # a group of this name may be gone
-            found = dispatchers[name] = Dispatcher(axis, name)
-        return found
+        dispatcher = dispatchers.get(name)
+        if dispatcher is None or dispatcher.axis is not axis:  # an older group had this name
+            dispatcher = dispatchers[name] = Dispatcher(axis, name)
+        return dispatcher
 
     def send(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan) -> Arrival:
-        """Begin to send tokens [tokens, hidden], and the router's weights of their choices, to
-        their experts."""
+        """Start to send tokens [tokens, hidden] and the router weights of their choices to the
+        experts."""
         rows = _Spread.apply(tokens, plan.order, plan.places, plan.num_choices, plan.padded)
         weights = weights.flatten()
-        if plan.padded:  # padding weighs nothing
+        if plan.padded:  # padding has weight zero
             weights = F.pad(weights, (0, plan.num_choices))
         weights = _Pick.apply(weights, plan.order)
         if plan.sizes is None or plan.out_sizes is None:
@@ -239,8 +245,8 @@ class Dispatcher:
         return wait
 
     def collect(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Send the experts' rows back and sum them per token: [tokens, hidden], and a row of
-        padding where the plan has one."""
+        """Send the rows of the experts back and sum them per token: [tokens, hidden], with one more
+        row for padding if the plan is padded."""
         if plan.sizes is not None and plan.out_sizes is not None:
             assert plan.by_expert is not None
             rows = _Pick.apply(rows, _places(plan.by_expert, len(rows)))
@@ -278,7 +284,7 @@ class RowExchange:
         arguments = (out.view(-1), source.view(-1), out_elements, elements, self.axis)
         if lanes is None:
             pending, mark = comm.all_to_all(*arguments), None
-        else:  # on the outer lane; the compute lane owns the memory, and waits before it frees
+        else:  # on the outer lane; the compute lane owns the memory, and waits before freeing it
             lanes.join("outer", "compute")
             with lanes.on("outer"):
                 pending = comm.all_to_all(*arguments)
@@ -288,7 +294,7 @@ class RowExchange:
 
     def wait(self) -> Tensor:
         """The received rows, ready for the compute lane."""
-        assert self._pending is not None, "an exchange is waited for once, after it has started"
+        assert self._pending is not None, "wait for an exchange once, after its start"
         pending, mark, _, out = self._pending
         pending.wait()
         if self.lanes is not None:
@@ -308,7 +314,7 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.exchange.wait(), None  # not ``grad``, which only led autograd here
+        return ctx.exchange.wait(), None  # ``grad`` is a stand-in, see _WaitForExchange
 
 
 class _WaitForExchange(torch.autograd.Function):
@@ -334,8 +340,8 @@ class _WaitForExchange(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------ permutations
 
-# torch's own gradient of an indexed read adds rows in the order of its threads. Here every gradient
-# is a permutation, and sums have a fixed order.
+# The gradient of torch's ``index_select`` adds rows in the order of its threads. The gradients here
+# are permutations, and sums have a fixed order.
 
 
 class _Spread(torch.autograd.Function):
@@ -356,7 +362,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the rows of each token, sorted by expert before: the reverse of :class:`_Spread`."""
+    """Sum the rows of each token, which come sorted by expert: the reverse of :class:`_Spread`."""
 
     @staticmethod
     def forward(
@@ -398,7 +404,7 @@ def copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: 
 
         repeated: Tensor = row_copies(tokens, places.view(-1, choices), len(order))
         return repeated
-    # Rows of padding are copies of some token.
+    # Padding rows are copies of the last token.
     return tokens.index_select(0, (order // choices).clamp_max_(len(tokens) - 1))
 
 
@@ -427,7 +433,7 @@ def _by_kernel(rows: Tensor) -> bool:
     lambda rows, _, num_slots: rows.new_empty(num_slots, *rows.shape[1:]),
 )
 def placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:
-    """``rows`` in the slots that ``order`` names, zeros in others."""
+    """``rows`` at the slots ``order``, and zeros in the other slots."""
     shape = (num_slots, *rows.shape[1:])
     slots = rows.new_empty(shape) if len(order) == num_slots else rows.new_zeros(shape)
     return slots.index_copy_(0, order, rows)

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forgotten calls: what a training loop owes a router beside the forward, noticed in an optimizer's
-step and told once.
+"""Forgotten calls: an optimizer's step warns once if a training loop does not use a router fully.
 
-    loss     a router with balance, sequence or z-loss returns a loss: backward came to the weights
-             of the routes, and not to that loss
+    loss     a router with balance, sequence or z-loss returns a loss: backward reached the weights
+             of the routes, but not this loss
     bias     a router with a bias_rate counts choices: ``update_bias`` was never called in STEPS
              steps of an optimizer that trains the router
 
-Compiled graphs have no hooks: a loss is watched in eager forwards, until it is known to be used.
+Compiled graphs have no hooks, so losses are watched in eager forwards alone, until one is used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +23,7 @@ from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
 
-STEPS = 10  # a bias may be meant to move less often than the weights
+STEPS = 10  # a user may want to move the bias less often than the weights
 
 
 class _Seen:
@@ -33,8 +31,8 @@ class _Seen:
 
     def __init__(self) -> None:
         self.weights_reached = self.loss_reached = False  # by a backward
-        self.loss_known = False  # whether the loss is used, or has been spoken of
-        self.steps: int | None = 0  # without an update of the bias; None: there was one
+        self.loss_known = False  # whether the loss is used, or a warning was given
+        self.steps: int | None = 0  # steps without an update of the bias; None: it was updated
 
 
 _watched: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
@@ -42,18 +40,18 @@ _hooks: list[Any] = []
 
 
 def watch(router: Any) -> _Seen:
-    """Look at this router in every step from now on."""
+    """Check this router in every step from now on."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_look))
     return _watched.setdefault(router, _Seen())
 
 
 def watch_loss(router: Any, weights: Tensor, loss: Tensor) -> None:
-    """Note which of the two a backward reaches."""
+    """Record whether a backward reaches ``weights``, and whether it reaches ``loss``."""
     seen = watch(router)
     if seen.loss_known or not (loss.requires_grad and weights.requires_grad) or loss.is_meta:
         return
-    if not _terms(router.routing):  # without tokens it has a graph all the same
+    if not _terms(router.routing):  # without tokens even a zero loss has a graph
         return
 
     def reach_weights(gradient: Tensor) -> None:
@@ -71,13 +69,14 @@ def bias_was_updated(router: Any) -> None:
 
 
 def warn_of_constant_weights(routing: Any) -> None:
-    """Warn of normalised weights of one choice: they are 1 whatever the router scores."""
+    """Warn where each token has one expert and weights are normalised: all weights are equal."""
     if routing.experts_per_token == 1 < routing.num_experts and routing.normalise:
         warn_once(
             logger,
-            "a router with experts_per_token=1 and normalised scores weighs every choice by %g, "
-            "whatever it scores: the model's loss gives it no gradient but rounding, which Adam "
-            "and Muon make steps of. Set normalise=False (normalise_scores=False of a GPTConfig)",
+            "a router with experts_per_token=1 and normalised scores gives every choice the weight "
+            "%g, for any score: its gradient from the model's loss is rounding noise, which Adam "
+            "and Muon scale up to steps. Set normalise=False (in a GPTConfig: "
+            "normalise_scores=False)",
             routing.scale,
             about="constant weights",
         )
@@ -91,9 +90,9 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not seen.loss_reached:
                 _warn(
                     router,
-                    "%s computes a loss (%s) that no backward has reached: it has no effect, and "
-                    "experts may be used unevenly. Add the routes' loss to the model's, or set its "
-                    "coefficients to 0",
+                    "%s computes a loss (%s) that no backward has reached: the loss has no effect, "
+                    "and experts may be used unevenly. Add the loss of the routes to the loss of "
+                    "the model, or set its coefficients to 0",
                     _terms(router.routing),
                 )
         if not router.routing.bias_rate or seen.steps is None or not router.training:
@@ -111,17 +110,17 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _warn(router: Any, text: str, value: Any) -> None:
-    named = f"a router of {router.routing.num_experts} experts"
+    name = f"a router of {router.routing.num_experts} experts"
     mesh = getattr(router.weight, "device_mesh", None)
-    warn_once(logger, text, named, value, about=text, mesh=mesh)
+    warn_once(logger, text, name, value, about=text, mesh=mesh)
 
 
 def _terms(routing: Any) -> str:
     names = ("balance_loss", "sequence_loss", "z_loss")
-    given: Iterable[str] = (f"{n}={getattr(routing, n):g}" for n in names if getattr(routing, n))
-    return ", ".join(given)
+    return ", ".join(f"{n}={getattr(routing, n):g}" for n in names if getattr(routing, n))
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
-    every = (one for group in optimizer.param_groups for one in group["params"])
-    return {id(one) for one in every if one.grad is not None}
+    """The ids of the parameters that have a gradient."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter) for parameter in parameters if parameter.grad is not None}

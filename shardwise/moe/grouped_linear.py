@@ -4,14 +4,14 @@
     rows   | expert 0 .... | expert 1 .. | expert 3 ........ |        ends = [14, 26, 26, 44]
     times     weight[0]ᵀ      weight[1]ᵀ     weight[3]ᵀ
 
-Weights and biases are kept in either of two layouts, which may differ:
+Weights and biases have a layout each:
 
     grouped    weight [experts, out, in]         bias [experts, out]
     indexed    weight0, weight1, ... [out, in]   bias0, bias1, ... [out]
 
-A state dict in the other layout is accepted too (``moe/keys.py``). The order of gate and up in the
-rows of a first linear is part of the state dict: another order is converted, and a state dict that
-does not tell its order is refused.
+A state dict in the other layout is converted on loading (``moe/keys.py``). The state dict of a
+first linear holds the order of gate and up in its rows. Another order is converted on loading, and
+a state dict without an order is refused.
 """
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -47,6 +47,7 @@ from shardwise.moe.weights import (
     as_neighbours,
     as_one,
     declare_matrices,
+    parameters_of,
     saved_by,
 )
 
@@ -57,7 +58,7 @@ class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
 
     writes_main_grad = True  # gradients are added to ``main_grad`` of parameters that have one
-    multiplies_decoded = True  # weights may be stored in fp8, and are decoded or multiplied so
+    multiplies_decoded = True  # weights may be stored in fp8: they are decoded, or codes multiply
 
     def __init__(
         self,
@@ -76,19 +77,22 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if bias_layout is not None and not bias:
             raise ValueError(f"bias_layout={bias_layout!r}, but there is no bias: pass bias=True")
-        wrong = [layout for layout in (weight_layout, bias_layout or weight_layout)
-                 if layout not in get_args(LayoutName)]  # fmt: skip
-        if wrong:
-            raise ValueError(f"layout {wrong[0]!r}: choose 'grouped' or 'indexed'")
-        sizes = {"num_experts": num_experts, "in_features": in_features,
-                 "out_features": out_features}  # fmt: skip
-        check_sizes("GroupedLinear", **sizes)
+        for layout in (weight_layout, bias_layout or weight_layout):
+            if layout not in get_args(LayoutName):
+                raise ValueError(f"layout {layout!r}: choose 'grouped' or 'indexed'")
+        check_sizes(
+            "GroupedLinear",
+            num_experts=num_experts,
+            in_features=in_features,
+            out_features=out_features,
+        )
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
             raise ValueError(
                 f"dtype={dtype}: expert parameters are floating point of 16 bits or more "
                 f"(for MXFP8, wrap with sw.Precision(weights='mxfp8'))"
             )
-        self.num_experts, self.in_features, self.out_features = sizes.values()
+        self.num_experts = num_experts
+        self.in_features, self.out_features = in_features, out_features
         # Where experts are spread over ranks: the number of the first expert on this rank, the
         # number of all experts, and the ranks that exchange tokens.
         self.first_expert, self.total_experts = 0, num_experts
@@ -112,11 +116,12 @@ class GroupedLinear(nn.Module):
         if self.layouts[name] == "grouped":
             self.register_parameter(name, nn.Parameter(values))
         else:
-            for index, value in enumerate(values):  # one after the other in one storage
+            for index, value in enumerate(values):  # views of one storage
                 self.register_parameter(f"{name}{index}", nn.Parameter(value))
 
     def _declare(self) -> None:
-        """Tell optimizers which parameters are matrices: grouped biases [experts, out] are not."""
+        """Declare to optimizers which parameters are matrices: grouped biases [experts, out] are
+        not."""
         for name, blocks in (("weight", self.row_blocks), ("bias", ())):
             for parameter in self.experts(name).parameters if name in self.layouts else ():
                 if name == "bias" or blocks:
@@ -124,7 +129,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """Sizes of the blocks of rows that are separate matrices; (): all rows are one matrix."""
+        """Sizes of the blocks of rows that are separate matrices; (): all rows form one matrix."""
         return ()
 
     def reset_parameters(self) -> None:
@@ -132,8 +137,9 @@ class GroupedLinear(nn.Module):
 
     @torch.no_grad()
     def draw(self, deviation: float, seed: int | None = None) -> None:
-        """Draw fresh weights and zero the biases. With a seed, the values of an expert depend only
-        on its number, not on its rank or the layout; without, torch's generator is used."""
+        """Draw fresh weights and zero the biases. With a seed, the values of an expert depend on
+        its number alone, not on its rank or on the layout. Without a seed, torch's generator is
+        used."""
         weights = self.experts("weight")
         device = weights.parameters[0].device
         if device.type == "meta":
@@ -163,16 +169,18 @@ class GroupedLinear(nn.Module):
         return self.num_experts < self.total_experts
 
     def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
-        """Keep ``count`` experts from number ``first`` on; ranks of ``axis`` have the others."""
+        """Keep ``count`` experts, beginning with number ``first``; other ranks of ``axis`` keep the
+        other experts."""
         if self.is_spread:
             raise ValueError(
-                f"{self.num_experts} of {self.total_experts} experts are here, from number "
+                f"this rank has {self.num_experts} of {self.total_experts} experts, from number "
                 f"{self.first_expert} on: they are spread already (axis=, spread or keep_share). "
                 f"Spread a module once, while it has all experts"
             )
         if first < 0 or count < 1 or first + count > self.total_experts:
             raise ValueError(
-                f"spread(first={first}, count={count}): not among {self.total_experts} experts"
+                f"spread(first={first}, count={count}): the module has experts 0 to "
+                f"{self.total_experts - 1}, and at least one must stay. Choose a range of these"
             )
         kept = {}
         for name in self.layouts:
@@ -191,7 +199,7 @@ class GroupedLinear(nn.Module):
         self._declare()
 
     def experts(self, name: str) -> ExpertTensor:
-        """The parameters ``name`` as they are registered now; a wrapper may swap them."""
+        """The parameters ``name`` that are registered now. A wrapper may swap parameters."""
         if self.layouts[name] == "grouped":
             return ExpertTensor(parameters=(getattr(self, name),), grouped=True)
         members = tuple(getattr(self, f"{name}{index}") for index in range(self.num_experts))
@@ -215,9 +223,7 @@ class GroupedLinear(nn.Module):
         if not torch.compiler.is_compiling():
             check_ends(ends, len(x))
         delayed = self.delayed if self.delay_weight_gradient else None
-        inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
-        if delayed is not None:
-            inputs = [delayed.anchor(x, self)]
+        inputs = parameters_of(bundles) if delayed is None else [delayed.anchor(x, self)]
         products = self.choice.products(x)
         return apply(_Linear, x, ends.contiguous(), bundles, products, delayed, *inputs)  # type: ignore[no-any-return]
 
@@ -266,11 +272,12 @@ class GroupedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _other_experts(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """A problem, where a state dict has another number of experts; else None."""
+        """An error message where a state dict has another number of experts; else None."""
         here = str(self.num_experts)
         if self.is_spread:
             here += f" of {self.total_experts} (from number {self.first_expert} on)"
-        for name, bundle in ((name, self.experts(name)) for name in self.layouts):
+        for name in self.layouts:
+            bundle = self.experts(name)
             ndim = bundle.parameters[0].dim() - (1 if bundle.grouped else 0)
             count = keys.num_experts(state_dict, prefix, name, ndim)
             if count not in (None, self.num_experts, self.total_experts):
@@ -314,33 +321,33 @@ class GateUpLinear(GroupedLinear):
         return {"gate_up_block": self.gate_up_block}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Raise where the loaded tensors have another order; ``load_state_dict`` has converted
-        them before."""
+        """Raise where the loaded tensors have another order. ``load_state_dict`` converts tensors
+        before it calls this method."""
         stored = state["gate_up_block"]
         if stored != self.gate_up_block:
             raise ValueError(
-                f"gate and up are stored in blocks of {stored} (0: stacked), this module has "
+                f"gate and up are stored in blocks of {stored} (0: stacked), and this module has "
                 f"gate_up_block={self.gate_up_block}: build it with gate_up_block={stored}, or "
                 f"convert weights and optimizer states with shardwise.moe.convert_gate_up"
             )
 
     def _load_normal(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
-        mine = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
-        here = [key for key in state_dict if key in mine]
+        names = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
+        given = [key for key in state_dict if key in names]
         extra = state_dict.get(f"{prefix}_extra_state")
         stored = extra.get("gate_up_block") if isinstance(extra, dict) else None
-        if here and stored is None:
+        if given and stored is None:
             errors.append(
                 f"'{prefix}_extra_state' does not hold the order of gate and up in "
-                f"'{here[0]}'; add it with shardwise.moe.declare_gate_up(state_dict, "
+                f"'{given[0]}': add it with shardwise.moe.declare_gate_up(state_dict, "
                 f"'{prefix}', block) (0: stacked)"
             )
             return
-        if here and stored != self.gate_up_block:
+        if given and stored != self.gate_up_block:
             assert stored is not None
             state_dict = dict(state_dict)  # the caller's tensors stay as they are
-            for key in here:
+            for key in given:
                 dim = -1 if key.removeprefix(prefix).startswith("bias") else -2
                 value = state_dict[key]
                 if value.shape[dim] != self.out_features:
@@ -351,7 +358,7 @@ class GateUpLinear(GroupedLinear):
 
 
 class _Linear(torch.autograd.Function):
-    """One grouped product, which saves only its input."""
+    """One grouped product. Of its tensors, only the input is saved."""
 
     @staticmethod
     def forward(
@@ -371,9 +378,9 @@ class _Linear(torch.autograd.Function):
         y = products.linear(coded, weight, ends)
         if len(bundles) > 1:
             y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
-        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
         kept = parts_of(coded if coding[1] else rows)
-        ctx.save_for_backward(*kept, ends, *parameters)  # parameters: to detect in-place changes
+        # The parameters are saved only to detect in-place changes.
+        ctx.save_for_backward(*kept, ends, *parameters_of(bundles))
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
         return y
 
@@ -388,8 +395,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(coded, value, ends).to(ctx.x_dtype)
-        sides = coded if coding[1] else dy, rows_of(kept, scales)
-        pending = [(bundles[0], weight_writer(products, *sides, ends, bundles[0].dtype))]
+        left, rows = coded if coding[1] else dy, rows_of(kept, scales)
+        pending = [(bundles[0], weight_writer(products, left, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:
             pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
         if ctx.delayed is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The feed-forwards of all experts at once: two grouped products around an activation (``mlp.py``).
 
-On every path the module is one autograd node, over the Parameter objects that its two linears have
-at the time of the forward; in a graph of torch.compile it is one operator.
+On every path the module is one autograd node. Its inputs are the Parameter objects that the two
+linears have when forward runs. In a graph of torch.compile the module is one operator.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shardwise.moe.products import (
     check_sizes,
     compute_dtype,
 )
-from shardwise.moe.weights import ExpertTensor
+from shardwise.moe.weights import ExpertTensor, parameters_of
 from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
 
-# The parameters, the settings and whether codes are kept: of experts in a graph of torch.compile.
+# Arguments of the operator in a graph: the parameters, settings, and whether codes are kept.
 Inside = tuple[list[Tensor], str, bool]
 
 
 class FullPrecision:
-    """A tensor that no precision policy casts on its way into a module. Router weights are fp32
-    whatever the dtype of the rows, and a wrapped module casts only plain tensors."""
+    """Protects a tensor from the precision policy of a wrapped module, which casts plain tensors.
+    Router weights must stay fp32, whatever the dtype of the rows."""
 
     __slots__ = ("value",)
 
@@ -49,10 +49,11 @@ class FullPrecision:
 class GroupedMLP(nn.Module):
     """``num_experts`` feed-forwards of ``hidden -> width -> hidden`` on rows sorted by expert.
 
-    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None takes the first possible
-    path, which :attr:`path` then names. An impossible path is refused here, with every reason.
-    ``gate_up_block``: 0 for gate and up stacked in the first weight, or the size of the blocks in
-    which they alternate.
+    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None chooses the first path
+    that is possible, and :attr:`path` then names it. A path that is impossible raises ValueError
+    with every reason.
+    ``gate_up_block``: 0: gate and up are stacked in the first weight; else the size of the blocks
+    in which they alternate.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GroupedMLP(nn.Module):
 
     @property
     def path(self) -> PathName | None:
-        """The path that computes the products; before the first forward, the one asked for."""
+        """The path that computes the products; before the first forward, the ``path`` argument."""
         return self.choice.path
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -115,8 +116,8 @@ class GroupedMLP(nn.Module):
     ) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x.
 
-        ``delay``: whether this call's weight gradients are delayed; None: the module's
-        ``delay_weight_gradient``.
+        ``delay``: whether the weight gradients of this call are delayed; None: as the module's
+        ``delay_weight_gradient`` says.
         """
         p = p.value if isinstance(p, FullPrecision) else p
         if not isinstance(p, Tensor):
@@ -135,14 +136,14 @@ class GroupedMLP(nn.Module):
         delays = self.delay_weight_gradient if delay is None else delay
         p, ends = p.contiguous(), ends.contiguous()
         compiling = torch.compiler.is_compiling()
-        if compiling and not delays and (inside := self.in_graph()) is not None:
+        inside = self.in_graph() if compiling and not delays else None
+        if inside is not None:
             return graph_mlp(x.to(compute_dtype(x)).contiguous(), p, ends, *inside)
         if not compiling:
             check_ends(ends, len(x))
-        delayed = self.delayed if delays else None
-        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
-        inputs = parameters if delayed is None else [delayed.anchor(x, self)]
-        work = Work(bundles, self.choice.products(x), self._form, delayed)
+        inputs = [self.delayed.anchor(x, self)] if delays else parameters_of(bundles)
+        delay_to = self.delayed.delay if delays else None
+        work = Work(bundles, self.choice.products(x), self._form, delay_to)
         return apply(MLP, x, p, ends, work, *inputs)  # type: ignore[no-any-return]
 
     @property
@@ -150,12 +151,12 @@ class GroupedMLP(nn.Module):
         return Form(self.activation, self.gate_up_block)
 
     def in_graph(self) -> Inside | None:
-        """The arguments of an operator in a graph; None where the parameters cannot be in one."""
+        """The operator's arguments in a graph; None where the parameters cannot be in a graph."""
         bundles = self._bundles()
         if not all(bundle.in_graphs for bundle in bundles):
             return None
-        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
-        return parameters, described(self.choice.asked, self._form, bundles), bundles[0].keeps_codes
+        settings = described(self.choice.asked, self._form, bundles)
+        return parameters_of(bundles), settings, bundles[0].keeps_codes
 
     @property
     def ep(self) -> int:
@@ -163,19 +164,20 @@ class GroupedMLP(nn.Module):
         return self.fc1.total_experts // self.num_experts
 
     def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
-        """Keep ``count`` experts from number ``first`` on; ranks of ``axis`` have the others."""
+        """Keep ``count`` experts, beginning with number ``first``; other ranks of ``axis`` keep the
+        other experts."""
         for linear in (self.fc1, self.fc2):
             linear.spread(first, count, axis)
         self.num_experts = count
 
     def _bundles(self) -> list[ExpertTensor]:
-        """W1, W2 and, where there are biases, b1, b2."""
+        """W1, W2, and with biases also b1, b2."""
         names = ["weight", "bias"] if self.fc1.has_bias else ["weight"]
         return [linear.experts(name) for name in names for linear in (self.fc1, self.fc2)]
 
     def _run_inner_hooks(self) -> None:
-        """Call the forward pre-hooks of the linears, which are read here without being called; tell
-        of other hooks, which nothing calls."""
+        """Call the forward pre-hooks of the two linears, because this module reads their parameters
+        without calling the linears. Warn about other hooks, which are not called."""
         for linear in (self.fc1, self.fc2):
             for number, hook in list(linear._forward_pre_hooks.items()):
                 keywords = number in linear._forward_pre_hooks_with_kwargs
@@ -183,20 +185,20 @@ class GroupedMLP(nn.Module):
                 if result is not None:
                     raise RuntimeError(
                         f"a forward pre-hook on an inner linear of GroupedMLP returned "
-                        f"{type(result).__name__}: its inputs exist only inside the grouped MLP "
-                        f"and cannot be replaced. Register it on the GroupedMLP (and wrap that, "
-                        f"not its linears, with fully_shard)"
+                        f"{type(result).__name__}: the inputs of the linear exist only inside the "
+                        f"grouped MLP and cannot be replaced. Register the hook on the GroupedMLP "
+                        f"(with fully_shard, wrap the GroupedMLP and not its linears)"
                     )
-            never = linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks
-            if never and not torch.compiler.is_compiling():
+            others = linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks
+            if others and not torch.compiler.is_compiling():
                 warn_once(
                     logger,
-                    "hooks after the forward, or on the backward, of an inner linear of GroupedMLP "
-                    "are not called: what they would see and change exists only inside the grouped "
-                    "MLP. Register them on the GroupedMLP",
+                    "forward hooks and backward hooks on an inner linear of GroupedMLP are not "
+                    "called: the tensors that they would see exist only inside the grouped MLP. "
+                    "Register them on the GroupedMLP",
                 )
 
     def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of the backwards so far: second linear, then first,
-        then each parameter's completion once."""
+        """Compute the delayed weight gradients of the backwards so far: those of the second linear,
+        then those of the first. Then complete each parameter once."""
         self.delayed.compute()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of expert weights in state dicts: one tensor for all experts, or one for each.
+"""Names of expert weights in state dicts: one tensor for all experts, or one tensor for each.
 
     grouped    blocks.3.experts.fc1.weight      [experts, out, in]
     indexed    blocks.3.experts.fc1.weight0, .weight1, ...    [out, in] each
 
-Pure functions that change dictionaries in place and return whether they did. They do not touch
-entries that are already in the wanted layout, incomplete or ambiguous: loading then names what is
-missing.
+The functions change dictionaries in place, and return whether they did. They skip entries that have
+the wanted layout already, that are incomplete or ambiguous: loading then names the missing keys.
 
-Checkpoints of many ranks always hold one tensor per expert, numbered over all ranks:
+Checkpoints of many ranks always hold one tensor per expert, numbered over all ranks, so that any
+layout and any number of ranks can read them:
 
-    rank 0 of 2, experts 0-1   weight0 | weight1 |                   any layout and any number of
-    rank 1 of 2, experts 2-3                     weight2 | weight3   ranks can read this
+    rank 0 of 2, experts 0-1   weight0 | weight1 |
+    rank 1 of 2, experts 2-3                     weight2 | weight3
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
 
 
 def num_experts(state: StateDict, prefix: str, name: str, ndim: int) -> int | None:
-    """The number of experts in a state dict, each of ``ndim`` dimensions; None if ambiguous."""
+    """The number of experts in a state dict; None if ambiguous. ``ndim``: of an expert's tensor."""
     value = state.get(f"{prefix}{name}")
     if value is not None:
         return value.shape[0] if getattr(value, "ndim", 0) == ndim + 1 else None
@@ -59,25 +59,26 @@ def num_experts(state: StateDict, prefix: str, name: str, ndim: int) -> int | No
 
 
 def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
-    """Stack ``weight0 .. weight{n-1}``, if the state dict has them all and no ``weight``."""
+    """Stack ``weight0 .. weight{n-1}`` if the state dict has all of them and no ``weight``."""
     members, target = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
     if target in state or any(key not in state for key in members):
         return False
     if f"{prefix}{name}{num_experts}" in state:
-        return False  # of a model with more experts: stacking the first few would hide that
+        return False  # the model has more experts: stacking the first ones would hide that
     shapes = {tuple(state[key].shape) for key in members}
     if len(shapes) > 1:
         odd = next(key for key in members if state[key].shape != state[members[0]].shape)
         raise ValueError(
             f"'{odd}' of shape {list(state[odd].shape)} cannot be stacked into '{target}': "
-            f"'{members[0]}' has shape {list(state[members[0]].shape)}. Experts must be alike"
+            f"'{members[0]}' has shape {list(state[members[0]].shape)}, and all experts must have "
+            f"the same shape"
         )
     state[target] = torch.stack([state.pop(key) for key in members])
     return True
 
 
 def to_indexed(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
-    """Split ``weight``, if the state dict has it and no ``weight{i}``."""
+    """Split ``weight`` if the state dict has it and no ``weight{i}``."""
     members, source = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
     if source not in state or any(key in state for key in members):
         return False
@@ -105,14 +106,14 @@ def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
 def from_one_by_one(
     state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int, layout: str
 ) -> bool:
-    """Convert stored experts to those of this rank, in ``layout``, for loading."""
+    """Select this rank's experts from those of all ranks, in ``layout``, for loading."""
     stored = indexed_keys(prefix, name, num_experts, first_expert)
     if any(key not in state for key in stored):
         return False
     values = [state[key] for key in stored]
-    digits = len(prefix) + len(name)
-    for key in [key for key in state if key.startswith(f"{prefix}{name}")]:
-        if key[digits:].isdecimal():
+    stem = f"{prefix}{name}"
+    for key in [key for key in state if key.startswith(stem)]:
+        if key.removeprefix(stem).isdecimal():
             del state[key]  # the experts of other ranks too
     state.update(zip(indexed_keys(prefix, name, num_experts), values, strict=True))
     if layout == "grouped":
@@ -121,9 +122,13 @@ def from_one_by_one(
 
 
 def declare_gate_up(state: StateDict, prefix: str, block: int) -> None:
-    """Add the order of gate and up in a foreign first linear to a state dict (0: stacked)."""
+    """Add to a state dict the order of gate and up in a first linear that another library made (0:
+    stacked)."""
     check_block(block)
     key = f"{prefix}_extra_state"
     if key in state and state[key] != {"gate_up_block": block}:
-        raise ValueError(f"'{key}' says {state[key]}, not gate_up_block={block}")
+        raise ValueError(
+            f"'{key}' holds {state[key]} already, which is not gate_up_block={block}: pass the "
+            f"order of the tensors, or delete the key"
+        )
     state[key] = {"gate_up_block": block}

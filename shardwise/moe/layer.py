@@ -6,9 +6,9 @@
                                while rows are sent
 
 With experts spread over an axis ``ep``, a rank holds num_experts / ep experts and computes them for
-the tokens of every rank. The gradients of its experts are then sums over all ranks' tokens, while
-the gradients of replicated parameters are means: reduce experts over the ranks that hold the same
-experts, and divide by the number of *all* ranks that have tokens, once.
+the tokens of every rank. The gradients of experts are then sums over the tokens of all ranks, while
+the gradients of replicated parameters are means. So reduce the gradients of experts over the ranks
+that hold the same experts, and divide them once by the number of *all* ranks that have tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class MixtureOfExperts(nn.Module):
-    """[..., hidden] -> the same, and the routes (their ``loss``, counts and statistics).
+    """[..., hidden] -> the output [..., hidden], and the routes (``loss``, counts, statistics).
 
     ``axis``: the ranks over which experts are spread; ``shared``: a module for all tokens, computed
     while rows are sent; ``experts``: further arguments of :class:`GroupedMLP`. With
-    ``delay_weight_gradient``, weight gradients are computed while the gradients of the rows are
-    sent; without an axis, by :meth:`backward_dw`.
+    ``delay_weight_gradient`` and an axis, weight gradients are computed while the gradients of the
+    rows are sent; without an axis, :meth:`backward_dw` computes them.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class MixtureOfExperts(nn.Module):
             local, hidden, width, activation=activation, device=device, dtype=dtype, **experts
         )
         self._dispatcher = Dispatcher.over(self.axis)
-        self._compared: comm.Axis | None = None  # an axis whose ranks compared their experts
+        self._compared: comm.Axis | None = None  # the axis whose ranks compared their experts
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
             linear.total_experts, linear.axis = routing.num_experts, self.axis
 
     def spread(self, axis: comm.Axis | None, tokens: comm.Axis | None = None) -> None:
-        """Keep this rank's share of the experts; call it before sharding.
+        """Keep this rank's share of the experts. Call this method before sharding.
 
-        ``tokens``: all ranks that have tokens of one batch, where there are more than in ``axis``.
+        ``tokens``: all ranks that have tokens of one batch, if these are more ranks than ``axis``
+        has.
         """
         _check_axis("spread(axis", axis)
         _check_axis("spread(tokens", tokens)
@@ -88,8 +89,8 @@ class MixtureOfExperts(nn.Module):
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
     def keep_share(self, size: int, rank: int = 0, axis: comm.Axis | None = None) -> None:
-        """Keep one of ``size`` equal shares of the experts. Without an axis, the layer is one to
-        plan with: as large as on one rank of ``size``, with no other rank to send rows to."""
+        """Keep one of ``size`` equal shares of the experts. Without an axis the layer can only be
+        planned: it has the size that it has on one rank of ``size``, and cannot send rows."""
         local = check_share(self.router.routing.num_experts, size, rank)
         self.experts.spread(rank * local, local, axis)
 
@@ -99,7 +100,8 @@ class MixtureOfExperts(nn.Module):
         return self.experts.fc1.first_expert
 
     def init_weights(self, seed: int | None, *, out_scale: float = 1.0) -> None:
-        """Draw fresh values for router and experts; those of an expert do not depend on its rank.
+        """Draw fresh values for router and experts. The values of an expert do not depend on its
+        rank.
 
         Products keep the scale of their inputs; the output of the experts has scale ``out_scale``.
         """
@@ -107,29 +109,28 @@ class MixtureOfExperts(nn.Module):
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
         self.router.reset_buffers()
-        for number, (linear, scale) in enumerate(
-            ((self.experts.fc1, 1.0), (self.experts.fc2, out_scale)), 1
-        ):
-            given = None if seed is None else 3 * seed + number
-            linear.draw(scale * linear.in_features**-0.5, given)
+        linears = ((1, self.experts.fc1, 1.0), (2, self.experts.fc2, out_scale))
+        for number, linear, scale in linears:
+            own_seed = None if seed is None else 3 * seed + number
+            linear.draw(scale * linear.in_features**-0.5, own_seed)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
         if self.axis is None or not torch.compiler.is_compiling():
             if self.axis is not None and self.axis is not self._compared:
                 self._compared = self.axis
-                _tell_of_copies(self.experts.fc1, self.axis)
+                _warn_of_copies(self.experts.fc1, self.axis)
             return self._compute(hidden)
-        casts = compute_dtype(hidden) != hidden.dtype  # rows, when they have arrived
+        casts = compute_dtype(hidden) != hidden.dtype  # autocast casts rows after their arrival
         inside = self.experts.in_graph() if self.in_graphs and not casts else None
         compute = _between_graphs if inside is None else MixtureOfExperts._compute
         return compute(self, hidden, inside)
 
     @property
     def in_graphs(self) -> bool:
-        """Whether spread experts are operators of a compiled graph: not where they are a unit of
-        their own, whose hooks gather weights."""
-        linears = (self.experts, self.experts.fc1, self.experts.fc2)
-        return not any(one._forward_hooks or one._forward_pre_hooks for one in linears)
+        """Whether spread experts are operators of a compiled graph. They are not if they are a
+        separate unit, because its hooks gather weights."""
+        modules = (self.experts, self.experts.fc1, self.experts.fc2)
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
     def _compute(self, hidden: Tensor, inside: Inside | None = None) -> tuple[Tensor, Routes]:
         width = self.router.weight.shape[-1]
@@ -149,20 +150,20 @@ class MixtureOfExperts(nn.Module):
         arrival = self._dispatcher.send(tokens, routes.weights, plan)
         beside = None if self.shared is None else self.shared(tokens)
         delays: bool | None = None
-        if self.axis is not None:  # while gradients of rows are sent; else there is no delay
+        if self.axis is not None:  # delay only where backward sends gradients of rows
             sends = tokens.requires_grad and torch.is_grad_enabled()
             delays = self.experts.delay_weight_gradient and sends
         rows, weights = arrival(self.experts.backward_dw if delays else None)
         rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delays)
         mixed = self._dispatcher.collect(rows, plan)
-        if len(mixed) > len(tokens):  # the last row is padding's
+        if len(mixed) > len(tokens):  # the last row is padding
             mixed = mixed[:-1]
         if beside is not None:
             mixed = mixed + beside
         return mixed.view_as(hidden), routes
 
     def backward_dw(self) -> None:
-        """Compute the delayed weight gradients that no exchange has overlapped with."""
+        """Compute the delayed weight gradients that were not computed during an exchange."""
         self.experts.backward_dw()
 
 
@@ -172,29 +173,30 @@ _between_graphs = _disable_dynamo(MixtureOfExperts._compute)
 def _check_axis(what: str, axis: Any) -> None:
     if axis is not None and not isinstance(axis, comm.Axis):
         raise ValueError(
-            f"{what}={type(axis).__name__}): an axis of ranks is needed, such as "
+            f"{what}={type(axis).__name__}): give an axis of ranks, such as "
             f"sw.comm.as_axis(mesh.get_group('ep'), 'ep')"
         )
 
 
-def _tell_of_copies(linear: GroupedLinear, axis: comm.Axis) -> None:
-    """Warn where ranks of the axis hold the same values, or share a mesh, though each has experts
-    of its own (collective): our wrappers refuse that, others make copies or mixtures of them."""
+def _warn_of_copies(linear: GroupedLinear, axis: comm.Axis) -> None:
+    """Warn where ranks of the axis have different experts but hold the same values or share a mesh
+    (collective). shardwise refuses such a mesh; other wrappers overwrite or average the experts."""
     weight = next(linear.parameters())
-    if hasattr(type(weight), "delay") or axis.pretends:  # ours, or a plan
+    if hasattr(type(weight), "delay") or axis.pretends:  # wrapped by shardwise, or a plan
         return
     if isinstance(weight, DTensor):
-        alike = len(set(weight.device_mesh.mesh.flatten().tolist()) & set(axis.peers)) > 1
+        same = len(set(weight.device_mesh.mesh.flatten().tolist()) & set(axis.peers)) > 1
     else:
-        alike = not differ(sketch(weight), axis)
-    if alike:
+        same = not differ(sketch(weight), axis)
+    if same:
         last = linear.first_expert + linear.num_experts - 1
         warn_once(
             logger,
-            "ranks %s share weights, though experts %d to %d of %d are here and other experts on "
-            "the others: a wrapper over all of them (DistributedDataParallel, torch's fully_shard) "
-            "took them for copies, or one seed drew both. Use sw.fully_shard(block, mesh=mesh, "
-            "meshes={'*.experts': grid['dp']}), or wrap experts first, over ranks that share them",
+            "ranks %s share weights, but this rank has experts %d to %d of %d and the other ranks "
+            "have other experts: a wrapper over all these ranks (DistributedDataParallel, torch's "
+            "fully_shard) treated the weights as copies, or the ranks drew them from one seed. Use "
+            "sw.fully_shard(block, mesh=mesh, meshes={'*.experts': grid['dp']}), or wrap experts "
+            "first, over the ranks that have the same experts",
             list(axis.peers), linear.first_expert, last, linear.total_experts,
         )  # fmt: skip
 

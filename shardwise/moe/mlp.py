@@ -8,23 +8,23 @@
     backward   dh = dy·W2         dz, h, dp  from one pass over dh and z
                dx = dz·W1         dW1 = dzᵀ·x    dW2 = dyᵀ·h    db1 = Σ dz    db2 = Σ p·dy
 
-``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that reads z computes it
-again.
+``h`` is not kept: it would be a third of the memory that an unfused MLP keeps, and the pass that
+reads z computes it again.
 
-The same two functions are a node of autograd and two operators in graphs of torch.compile. As in a
-graph of weights in fp8, an operator is handed the Parameter objects: it reads what they stand for
-when it runs, and adds gradients to their ``main_grad``. A graph must bring each trained parameter a
-gradient all the same, or torch would leave the parameter out of autograd, where its owner waits for
-it: a parameter with a ``main_grad`` gets memory without values.
+The same two functions are one autograd node, and two operators in graphs of torch.compile. As with
+weights in fp8, an operator receives the Parameter objects. It reads their current values when it
+runs, and adds gradients to their ``main_grad``. A graph must still return a gradient for each
+trained parameter, or torch leaves the parameter out of autograd while its unit waits for the
+gradient. So a parameter with a ``main_grad`` gets memory without values.
 """
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,28 +43,29 @@ from shardwise.moe.products import (
     expert_of,
     make_products,
 )
-from shardwise.moe.weights import ExpertTensor, Pending, originals, remember, saved_by
+from shardwise.moe.weights import (
+    ExpertTensor,
+    Pending,
+    originals,
+    parameters_of,
+    remember,
+    saved_by,
+)
 from shardwise.uncompiled import library, operator
-
-
-class Delays(Protocol):
-    """Takes the weight gradients of one backward, to compute them later."""
-
-    def delay(self, gradients: Pending) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The inputs that are not tensors, and the parameters."""
+    """The parameters, and the inputs that are not tensors."""
 
-    bundles: Sequence[ExpertTensor]  # W1, W2 and, where there are biases, b1, b2
+    bundles: Sequence[ExpertTensor]  # W1, W2, and with biases also b1, b2
     products: LoopProducts
     form: Form
-    delayed: Delays | None = None  # None: no delay
+    delay: Callable[[Pending], None] | None = None  # receives gradients to compute later
 
 
 def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:
-    """``y`` and ``z``, and ``x`` as backward reads it."""
+    """``y``, ``z``, and ``x`` in the form that backward reads."""
     w1, w2, *biases = (bundle.value(x.dtype) for bundle in work.bundles)
     first, second = (bundle.coding for bundle in work.bundles[:2])
     coded: Rows = CodedRows.of(x) if first[0] else x
@@ -84,8 +85,9 @@ def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor,
 def mlp_backward(
     dy: Tensor, saved: list[Any], work: Work, wants_x: bool, wants_p: bool
 ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
-    """The gradients of x, p and each parameter (None: frozen, or in ``main_grad``; of delayed ones,
-    the anchor's None). ``saved`` is emptied: z is freed after its last read."""
+    """The gradients of x, of p and of each parameter (None: frozen, or added to ``main_grad``).
+    With ``work.delay`` one None, for the anchor, replaces those of the parameters. ``saved`` is
+    emptied, so that z is freed after its last read."""
     kept, scales, z, p, ends, *_ = saved
     saved.clear()
     products, bundles = work.products, work.bundles
@@ -116,21 +118,30 @@ def mlp_backward(
         pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
         pending.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
     gradients: dict[int, list[Tensor | None]] = {}
-    if work.delayed is None:
-        # The second linear's gradients first: then dy and h are no longer needed.
-        for bundle, write in pending[: len(pending) // 2]:
-            gradients[id(bundle)] = bundle.gradients(write)
-        del pending[: len(pending) // 2], h
+    if work.delay is None:
+        # First the gradients of the second linear: after them dy and h are no longer needed.
+        half = len(pending) // 2
+        gradients = computed(pending[:half])
+        del pending[:half], h
     dx = None
     if wants_x:
         w1 = bundles[0].value(dy.dtype, "backward")
         dx = products.input_gradient(dz_rows, w1, ends)
-    if work.delayed is not None:
-        work.delayed.delay(pending)
+    if work.delay is not None:
+        work.delay(pending)
         return dx, dp, [None]
-    for bundle, write in pending:
-        gradients[id(bundle)] = bundle.gradients(write)
-    return dx, dp, [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
+    return dx, dp, ordered(gradients | computed(pending), bundles)
+
+
+def computed(pending: Pending) -> dict[int, list[Tensor | None]]:
+    """The gradients by the ids of their bundles."""
+    return {id(bundle): bundle.gradients(write) for bundle, write in pending}
+
+
+def ordered(
+    gradients: dict[int, list[Tensor | None]], bundles: Sequence[ExpertTensor]
+) -> list[Tensor | None]:
+    return [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
 
 
 class MLP(torch.autograd.Function):
@@ -140,8 +151,7 @@ class MLP(torch.autograd.Function):
     ) -> Tensor:
         y, z, kept = mlp_forward(x.to(compute_dtype(x)).contiguous(), p, ends, work)
         # The parameters are saved only to detect in-place changes; backward reads the bundles.
-        parameters = [parameter for bundle in work.bundles for parameter in bundle.parameters]
-        ctx.save_for_backward(*parts_of(kept), z, p, ends, *parameters)
+        ctx.save_for_backward(*parts_of(kept), z, p, ends, *parameters_of(work.bundles))
         ctx.work, ctx.x_dtype = work, x.dtype
         return y
 
@@ -158,11 +168,11 @@ class MLP(torch.autograd.Function):
 
 
 def described(asked: PathName | None, form: Form, bundles: Sequence[ExpertTensor]) -> str:
-    """The settings that an operator needs beside its tensors. One string, because torch.compile may
-    take numbers for variables."""
-    how = form.activation
+    """The settings that an operator needs beside its tensors. They are one string, because
+    torch.compile may treat numbers as variables."""
+    act = form.activation
     layouts = " ".join(str(int(bundle.grouped)) for bundle in bundles)
-    return f"{asked}, {how.kind}, {how.alpha}, {how.limit}, {how.offset}, {form.block}, {layouts}"
+    return f"{asked}, {act.kind}, {act.alpha}, {act.limit}, {act.offset}, {form.block}, {layouts}"
 
 
 @functools.lru_cache
@@ -216,26 +226,35 @@ def _graph_forward(x, p, ends, once, parameters, text, coded) -> Any:
 
 def _fake_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
     dx, p = dy.new_empty(dy.shape if wants_x else (0,)), saved[3]
-    chosen = [one for one, trains in zip(parameters, trained, strict=True) if trains]
-    return [dx, p.new_empty(p.shape), *map(room, chosen)]
+    return [dx, p.new_empty(p.shape), *empty_gradients(parameters, trained)]
 
 
-def room(parameter: Tensor) -> Tensor:
+def _room(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def brought(parameters, gradients, trained) -> list[Tensor]:
-    """The gradients that a graph brings, of trained parameters; or memory without values."""
-    every = list(zip(parameters, gradients, trained, strict=True))
-    for one in (one for one, gradient, _ in every if gradient is None):
-        one.others_count = False
-    return [room(one) if gradient is None else gradient for one, gradient, t in every if t]
+def empty_gradients(parameters, trained) -> list[Tensor]:
+    """Memory for the gradients of the trained parameters."""
+    return [_room(p) for p, trains in zip(parameters, trained, strict=True) if trains]
+
+
+def returned_gradients(parameters, gradients, trained) -> list[Tensor]:
+    """The gradients of trained parameters that a graph returns; memory without values where the
+    gradient is in ``main_grad``."""
+    returned = []
+    for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
+        if gradient is None:
+            parameter.others_count = False
+        if trains:
+            returned.append(_room(parameter) if gradient is None else gradient)
+    return returned
 
 
 def by_parameter(gradients, trained) -> list[Tensor | None]:
-    """The gradients that a graph brought, by parameter; None for frozen ones."""
-    left = iter(gradients)
-    return [next(left) if trains else None for trains in trained]
+    """One entry for each parameter: its gradient from a graph, or None if the parameter is
+    frozen."""
+    remaining = iter(gradients)
+    return [next(remaining) if trains else None for trains in trained]
 
 
 @operator(
@@ -247,7 +266,8 @@ def _graph_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> l
     parameters = originals(parameters, trained)
     work = work_of(dy, parameters, len(saved[4]), text)
     dx, dp, gradients = mlp_backward(dy, list(saved), work, wants_x, wants_p)
-    return [dy.new_empty(0) if dx is None else dx, dp, *brought(parameters, gradients, trained)]
+    dx = dy.new_empty(0) if dx is None else dx
+    return [dx, dp, *returned_gradients(parameters, gradients, trained)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -264,8 +284,8 @@ def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     dx, dp, *gradients = torch.ops.shardwise.expert_mlp_backward.default(
         dy, saved[:5], saved[5:], ctx.text, wants_x, wants_p, trained
     )
-    found = by_parameter(gradients, trained)
-    return dx if wants_x else None, dp if wants_p else None, None, None, found, None, None
+    of_parameters = by_parameter(gradients, trained)
+    return dx if wants_x else None, dp if wants_p else None, None, None, of_parameters, None, None
 
 
 torch.library.register_autograd("shardwise::expert_mlp", _bring, setup_context=_keep, lib=library)
@@ -275,8 +295,8 @@ def graph_mlp(
     x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str, coded: bool
 ) -> Tensor:
     """``y``, while torch.compile traces."""
-    # Memory without values is never the same value twice: a graph that calls the experts twice with
-    # one x must add two gradients to ``main_grad``.
+    # A graph that calls the experts twice with one x must add two gradients to ``main_grad``. This
+    # new tensor keeps torch.compile from merging the two calls.
     once = torch.empty(0, device=x.device)
     node = torch.ops.shardwise.expert_mlp.default
     return node(x, p, ends, once, parameters, text, coded)[0]  # type: ignore[no-any-return]

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three implementations of the grouped products: a loop, torch's grouped GEMM, and kernels.
 
-    loop         one matmul per expert, in plain torch. The definition; the host waits for counts
+    loop         the definition: one matmul per expert in plain torch; the host waits for counts
     grouped_mm   torch's grouped GEMM and a plain activation: no wait, on any device
     fused        torch's grouped GEMM where it is faster, and our kernels: the activation in the
                  first product's epilogue (or in one pass, where no tile fits), h and dp from one
                  pass over z, weight gradients added in fp32 to the memory that accumulates them
 
-Rows are sorted by expert; ``ends`` [experts] int32 holds where each expert's rows end. Every path
-rounds at the same places: see ``moe/activation.py``. All checks of inputs run before a kernel does,
-and name what is wrong.
+Rows are sorted by expert; ``ends`` [experts] int32 holds the end of each expert's rows. All paths
+round at the same places: see ``moe/activation.py``. All checks of inputs run before any kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
 from shardwise.moe.coded import ExpertCodes, Into, aligned
-from shardwise.moe.weights import ExpertTensor, QuantisedParameter
+from shardwise.moe.weights import ExpertTensor, QuantisedParameter, parameters_of
 from shardwise.uncompiled import uncompiled
 
 PathName = Literal["loop", "grouped_mm", "fused"]
@@ -75,11 +74,11 @@ class LoopProducts:
     def activation_backward(
         self, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dz``, ``h`` again and ``dp``. The memory of ``dh`` may be reused."""
+        """``dz``, the recomputed ``h``, and ``dp``. The memory of ``dh`` may be reused."""
         return define.activate_backward(dh, z, p, form)
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
-        """[experts, out] fp32: the sum of each expert's rows, times p where it is given."""
+        """[experts, out] fp32: the sum of each expert's rows, weighted by p if p is given."""
         values = wide(dy) if p is None else wide(dy) * p[:, None]
         total = values.new_zeros(len(ends), dy.shape[1])
         return total.index_add_(0, expert_of(ends, len(dy)), values)
@@ -92,7 +91,7 @@ class GroupedProducts(LoopProducts):
         return F.grouped_mm(rows, matrices, offs=ends)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
-        if dy.device.type == "cpu":  # on CUDA torch has only bf16, and rounds the sum to it
+        if dy.device.type == "cpu":  # on CUDA torch computes in bf16 alone, and rounds the sum
             dy, x = dy.float(), x.float()
         return into.take(F.grouped_mm(dy.T, x, offs=ends))
 
@@ -153,7 +152,7 @@ def _fc1_tile(weight: Weight, form: Form, tile: GroupedTile | None) -> GroupedTi
 
 
 def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    if ends.is_meta:  # no counts: shapes and FLOPs are those of one expert with all rows
+    if ends.is_meta:  # no counts: one expert gets all rows, which keeps shapes and FLOPs
         sizes = [len(rows)] + [0] * (len(ends) - 1)
     else:
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -165,7 +164,7 @@ def expert_of(ends: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
 
 
-# ------------------------------------------------------------------------------ which way
+# ------------------------------------------------------------------------------ choice of a path
 
 
 def path_problems(
@@ -176,14 +175,14 @@ def path_problems(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[str]:
-    """The reasons why ``path`` is impossible; none where it is possible."""
+    """The reasons why ``path`` is impossible; an empty list if it is possible."""
     if path == "loop":
         return []
     compute = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
     size = torch.empty((), dtype=compute, device="meta").element_size()
     problems = grouped.size_problems(hidden, width, size)
     if path == "grouped_mm" and compute not in (torch.bfloat16, torch.float16, torch.float32):
-        problems.append(f"torch's grouped product takes no {dtype}")
+        problems.append(f"torch's grouped product does not take {dtype}")
     if path == "fused":
         problems += grouped.device_problems(device, dtype)
     return problems
@@ -204,60 +203,55 @@ def make_products(path: PathName) -> LoopProducts:
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Raise for sizes that are no positive integers, at construction."""
-    wrong = [
-        f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1
-    ]
+    """Raise unless all sizes are positive integers."""
+    wrong = [f"{name}={size!r}" for name, size in sizes.items()
+             if type(size) is not int or size < 1]  # fmt: skip
     if wrong:
-        raise ValueError(f"{owner}({', '.join(wrong)}): a whole number, 1 or more")
+        raise ValueError(f"{owner}({', '.join(wrong)}): give a whole number, 1 or more")
 
 
 def check_inputs(
     x: Tensor, ends: Tensor, bundles: list[ExpertTensor], num_experts: int, in_features: int
 ) -> None:
-    """Raise for rows, ends or parameters that a forward can't use; see :func:`check_ends` too."""
-    _check_rows(x, in_features)
-    if not isinstance(ends, Tensor):
-        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
-    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
-        raise ValueError(
-            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
-            f"[{num_experts}] of torch.int32, where each expert's rows end"
-        )
-    _check_parameters(x, bundles, num_experts)
-
-
-def _check_rows(x: Tensor, in_features: int) -> None:
+    """Raise for rows, ends or parameters that a forward cannot use; see also :func:`check_ends`."""
     if not isinstance(x, Tensor):
         raise ValueError(f"rows are a {type(x).__name__}: give a tensor [rows, {in_features}]")
     if x.dim() != 2 or x.shape[1] != in_features:
         raise ValueError(
             f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
         )
+    if not isinstance(ends, Tensor):
+        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
+    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
+        raise ValueError(
+            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
+            f"[{num_experts}] of torch.int32: the end of each expert's rows"
+        )
+    _check_parameters(x, bundles, num_experts)
 
 
 def check_ends(ends: Tensor, num_rows: int) -> None:
-    """Raise where counts do not add up to the rows; a device checks this without a wait."""
+    """Raise where the ends do not fit the rows. A GPU checks this without a wait of the host."""
     if ends.device.type == "cpu":
         values = ends.tolist()
         if values[-1] != num_rows or values != sorted(values) or values[0] < 0:
             raise ValueError(
-                f"ends={values} do not add up to the {num_rows} rows: they must not fall, and the "
-                f"last must be {num_rows}"
+                f"ends={values} do not add up to the {num_rows} rows: the ends must not decrease, "
+                f"and the last must be {num_rows}"
             )
     elif not ends.is_meta:
         torch._assert_async(ends[-1] == num_rows)
 
 
 def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) -> None:
-    """Raise for parameters that kernels, which step from expert to expert, can't address."""
+    """Raise for parameters that kernels cannot address: they step from expert to expert."""
     for bundle in bundles:
         shapes = {tuple(parameter.shape) for parameter in bundle.parameters}
         if len(shapes) > 1 or (bundle.grouped and bundle.parameters[0].shape[0] != num_experts):
+            given = " and ".join(map(str, sorted(map(list, shapes))))
+            needed = f"[{num_experts}, ...]" if bundle.grouped else "the same shape for all"
             raise ValueError(
-                f"parameters of shape {' and '.join(map(str, sorted(map(list, shapes))))} for "
-                f"{num_experts} experts: {f'[{num_experts}, ...]' if bundle.grouped else 'one'} is "
-                f"needed"
+                f"parameters of shape {given} for {num_experts} experts: {needed} is needed"
             )
         for parameter in bundle.parameters:
             if not isinstance(parameter, QuantisedParameter) and not parameter.is_contiguous():
@@ -267,11 +261,11 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) 
                 )
     if autocasts(x):
         return
-    others = {one.dtype for bundle in bundles for one in bundle.parameters} - {x.dtype}
+    others = {parameter.dtype for parameter in parameters_of(bundles)} - {x.dtype}
     if others:
         raise ValueError(
-            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "
-            f"run under torch.autocast"
+            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast the rows or the "
+            f"parameters, or run under torch.autocast"
         )
 
 
@@ -288,34 +282,35 @@ def autocasts(x: Tensor) -> bool:
 
 @uncompiled
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """The output of an autograd function, which runs between the graphs of torch.compile."""
+    """The output of an autograd function, run between the graphs of torch.compile."""
     return function.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
 class ProductChoice:
-    """The products of a grouped module, on the path asked for or on the first possible one.
+    """Chooses the path of a grouped module: ``asked``, or the first path that is possible.
 
-    The choice is made in the first forward: parameters may be swapped, moved or cast before. An
-    impossible path is refused at construction, with every reason.
+    The choice is made in the first forward, because parameters may be swapped, moved or cast until
+    then. A path that is impossible raises ValueError at construction, with every reason.
     """
 
     def __init__(self, asked: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
         self.asked, self._sizes = asked, (hidden, width)
         self.chosen: tuple[PathName, LoopProducts] | None = None
         self.chosen_for: torch.dtype | None = None
-        if asked is not None and asked not in get_args(PathName):
+        if asked is None:
+            return
+        if asked not in get_args(PathName):
             choices = ", ".join(get_args(PathName))
             raise ValueError(f"path={asked!r}: choose from {choices}, or None")
-        if asked is not None:
-            problems = path_problems(
-                asked, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
-            )
-            if problems:
-                raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
+        problems = path_problems(
+            asked, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
+        )
+        if problems:
+            raise _impossible(asked, problems)
 
     @property
     def path(self) -> PathName | None:
-        """The path that computes the products; before the first forward, the one asked for."""
+        """The chosen path; before the first forward, ``asked``."""
         return self.asked if self.chosen is None else self.chosen[0]
 
     def products(self, x: Tensor) -> LoopProducts:
@@ -326,12 +321,12 @@ class ProductChoice:
         return self.chosen[1]
 
     def reset(self) -> None:
-        """Choose again in the next forward: another device or dtype may need another path."""
+        """Choose again in the next forward: the device or the dtype may have changed."""
         self.chosen = None
 
 
 def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
-    """The path asked for, or the first possible one; raises for a path that is impossible."""
+    """``asked``, or the first path that is possible; raises if ``asked`` is impossible."""
     if x.is_meta:
         return "loop"  # only shapes are computed
     dtype = compute_dtype(x)
@@ -343,4 +338,10 @@ def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> P
             problems.append(f"rows are {dtype}: kernels compute in torch.bfloat16")
         if not problems:
             return path
-    raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
+    raise _impossible(asked, problems)
+
+
+def _impossible(path: PathName | None, problems: list[str]) -> ValueError:
+    return ValueError(
+        f"path={path!r} is impossible: {'; '.join(problems)}. Choose another path, or None"
+    )

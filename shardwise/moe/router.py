@@ -5,18 +5,19 @@
     chosen    the k highest of scores + bias (the bias affects the choice, not the weights)
     weights   the scores of the chosen experts, normalised to sum to ``scale``, or only scaled
 
-Three ways to keep experts evenly busy, which may be combined: a load-balance loss, of the batch or
-of each sequence, whose gradient pushes down the scores of busy experts; a bias that is moved after
-each step, without any loss; a capacity that drops a token's choice where its expert is full. The
-z-loss keeps logits small.
+Three means keep experts evenly busy, and may be combined: a load-balance loss, of the batch or of
+each sequence, whose gradient lowers the scores of busy experts; a bias that is moved after each
+step, without a loss; a capacity, which drops a token's choice if the expert is full. The z-loss
+keeps logits small.
 
-With groups a token's experts lie in few of them: the groups whose two best experts score highest.
-Experts are spread over ranks in order, so that groups of the experts of a node limit the nodes that
-a token is sent to.
+With groups, a token's experts lie in few groups: the groups whose two best experts have the highest
+scores. Experts are spread over ranks in order, so if a group holds the experts of one node, groups
+limit the number of nodes that a token is sent to.
 
 Losses are means over this rank's tokens, but the shares of tokens per expert are counted over
-``axis``, the ranks that have tokens of one batch: the mean of all ranks' losses is then the loss of
-the whole batch, and the bias is the same on every rank. The host never waits for the device here.
+``axis``, the ranks that have tokens of one batch. So the mean of the losses of all ranks is the
+loss of the whole batch, and the bias is the same on every rank. The host never waits for the device
+in this file.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Routing:
     bias_rate: float = 0.0  # step of update_bias; 0: no bias
     capacity_factor: float | None = None  # times the even share of choices; None: no capacity
     drop: Literal["late", "unlikely"] = "late"  # which choices of a full expert are dropped
-    groups: int = 1  # equal parts of the experts, one after another
-    groups_per_token: int = 1  # how many of them a token's choices may lie in
+    groups: int = 1  # number of equal parts of the experts, in order
+    groups_per_token: int = 1  # number of groups in which a token's choices may lie
     sequence_loss: float = 0.0  # coefficient of the load-balance loss of each sequence
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The experts of each token. Add ``loss``, which is weighted already, to the model's loss."""
+    """The experts of each token. Add ``loss`` (coefficients are included) to the model's loss."""
 
     experts: Tensor  # [tokens, choices] int64
     weights: Tensor  # [tokens, choices] fp32; zero where a choice was dropped
@@ -104,13 +105,13 @@ class Routes:
     capacity: int | None
 
     def statistics(self) -> dict[str, Tensor]:
-        """Metrics, still on the device: see :func:`statistics_of`."""
+        """Metrics, as tensors on the device: see :func:`statistics_of`."""
         return statistics_of(self.counts, self.dropped, self.counts.sum() + self.dropped)
 
 
 def statistics_of(counts: Tensor, dropped: Tensor, total: Tensor) -> dict[str, Tensor]:
-    """The busiest expert's load over the even share, the share of experts without work, and the
-    share of choices that were dropped; counts [..., experts]."""
+    """Metrics of ``counts`` [..., experts]: the largest load of an expert relative to the even
+    share, the share of experts without work, and the share of choices that were dropped."""
     counts = counts.float()
     return {
         "load_max": counts.amax(-1) / counts.mean(-1).clamp_min(1e-9),
@@ -125,9 +126,9 @@ _TINY = torch.finfo(torch.float32).tiny  # avoids 0 / 0, and changes no other sc
 class Router(nn.Module):
     """Scores experts for each token and chooses. The weight may be bf16; logits are fp32.
 
-    Choices are counted once, in training: not in a recomputation, and not without gradients. A
-    reentrant checkpoint has none in its first forward: its recomputation is counted (not in graphs
-    of torch.compile).
+    Choices are counted in training, once: not in a recomputation, and not without gradients. The
+    first forward of a reentrant checkpoint has no gradients, so its recomputation is counted
+    instead (not in graphs of torch.compile).
     """
 
     expert_bias: Tensor
@@ -154,8 +155,8 @@ class Router(nn.Module):
         zeros = torch.zeros(routing.num_experts, dtype=torch.float32, device=device)
         if routing.bias_rate:
             self.register_buffer("expert_bias", zeros.clone())
-        # Choices since the last step, for the bias and for metrics. They are not saved: checkpoints
-        # are made between steps.
+        # Choices since the last step, for the bias and for metrics. Checkpoints are written between
+        # steps, so they do not contain these counts.
         self.register_buffer("load", zeros, persistent=False)
         self.register_buffer("dropped", zeros[:1].clone(), persistent=False)
         self.reset_parameters()
@@ -186,18 +187,19 @@ class Router(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in self._buffers.items():
-            # Counts and biases stay fp32 whatever the model is cast to: bf16 counts only to 256.
+            # Counts and biases stay fp32 when the model is cast: bf16 can count only to 256.
             if buffer is not None and buffer.dtype != torch.float32:
                 kept = before[name]
                 assert kept is not None
                 exact = torch.empty_like(buffer, dtype=torch.float32)
                 self._buffers[name] = exact if kept.is_meta else exact.copy_(kept)
         if before["load"] is not None and before["load"].is_meta and not self.load.is_meta:
-            self.forget_load()  # the buffers have no values yet, and no state dict has counts
+            self.forget_load()  # no values yet, and state dicts do not contain counts
         return self
 
     def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
-        """The routes of tokens [tokens, hidden]: sequences of ``length``, or ``None``: one."""
+        """The routes of tokens [tokens, hidden]. ``length``: tokens of each sequence; None: the
+        tokens are one sequence."""
         routing = self.routing
         logits = logits_of(tokens, self.weight)
         bias = self.expert_bias if routing.bias_rate else None
@@ -229,7 +231,7 @@ class Router(nn.Module):
         )
 
     def _counts_late(self) -> bool:
-        """Whether this is the recomputation of a forward without gradients, that of a reentrant
+        """Whether this forward recomputes a forward without gradients, for a reentrant
         checkpoint."""
         if not torch.is_grad_enabled():
             self._without_gradients += 1
@@ -247,15 +249,15 @@ class Router(nn.Module):
 
     def tally(self) -> Tensor:
         """Counts [experts + 1] of this rank since the last :meth:`update_bias`, on the device: the
-        choices of each expert, including dropped ones, then the number of dropped choices."""
+        choices of each expert, dropped choices included, then the number of dropped choices."""
         return torch.cat([self.load, self.dropped])
 
     @torch.no_grad()
     def update_bias(self, unless: Tensor | None = None) -> None:
-        """Make busy experts a little less likely and idle ones more; call it after each step.
+        """Make busy experts a little less likely, and idle experts more. Call it after each step.
 
-        Without a ``bias_rate``, only reset the counts. ``unless`` [] bool: whether the step was
-        skipped, decided on the device; the bias stays then.
+        Without a ``bias_rate`` only the counts are reset. ``unless`` [] bool, on the device: the
+        bias does not change if this is true, because the step was skipped.
         """
         forgotten.bias_was_updated(self)
         if self.routing.bias_rate:
@@ -266,13 +268,12 @@ class Router(nn.Module):
         self.forget_load()
 
     def _bias_axes(self) -> tuple[comm.Axis, ...]:
-        """The axes of ranks with the same bias: ``axis``, or all ranks that share the router's
-        weight where these are more."""
-        own = () if self.axis is None else (self.axis,)
-        weight = self.weight
-        if not isinstance(weight, DTensor) or weight.device_mesh.size() <= sum(a.size for a in own):
-            return own
-        return Ranks(weight.device_mesh).axes
+        """The axes of the ranks with the same bias: ``axis``, or all ranks that share the router's
+        weight if these are more."""
+        weight, size = self.weight, 0 if self.axis is None else self.axis.size
+        if isinstance(weight, DTensor) and weight.device_mesh.size() > size:
+            return Ranks(weight.device_mesh).axes
+        return () if self.axis is None else (self.axis,)
 
     def forget_load(self) -> None:
         """Reset the counts."""
@@ -289,7 +290,7 @@ _axes: weakref.WeakValueDictionary[str, comm.Axis] = weakref.WeakValueDictionary
     lambda counts, axis: counts.new_empty(counts.shape),
 )
 def _sum_over(counts: Tensor, axis: str) -> Tensor:
-    """The sum over the ranks of an axis, which has a name in graphs."""
+    """The sum over the ranks of an axis. Graphs refer to an axis by its name."""
     total = counts.clone()
     comm.all_reduce(total, _axes[axis]).wait()
     return total
@@ -297,7 +298,7 @@ def _sum_over(counts: Tensor, axis: str) -> Tensor:
 
 @operator("first_time(Tensor counts) -> Tensor", torch.empty_like)
 def _first_time(counts: Tensor) -> Tensor:
-    """``counts``; zeros where a forward runs inside a backward, so that they have been counted."""
+    """``counts``; zeros if this forward runs inside a backward: then they were counted before."""
     return torch.zeros_like(counts) if _recomputing() else counts.clone()
 
 
@@ -311,7 +312,7 @@ def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:
     narrow = tokens.dtype == weight.dtype == torch.bfloat16 and not isinstance(weight, DTensor)
     if narrow and tokens.device.type in ("cuda", "meta"):
         return _Logits.apply(tokens, weight)  # type: ignore[no-any-return, no-untyped-call]
-    # A dry run's tensors have no device that autocast knows.
+    # autocast does not know the meta device.
     kind = "cpu" if tokens.is_meta else tokens.device.type
     with torch.autocast(kind, enabled=False):
         rows = wide(tokens)
@@ -319,10 +320,10 @@ def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """fp32 products of bf16 tokens and weights on a GPU's matrix units, which add up in fp32.
+    """fp32 products of bf16 tokens and weights on the matrix units of a GPU, which sum in fp32.
 
-    A product of two bf16 numbers is exact there. The gradient of the logits is fp32: it goes as
-    two bf16 numbers, the rounded one and what rounding left.
+    The product of two bf16 numbers is exact there. The gradient of the logits is fp32. It is split
+    into two bf16 numbers: the rounded number, and the rounding error.
     """
 
     @staticmethod
@@ -349,8 +350,8 @@ def _fake_product(a: Tensor, b: Tensor) -> Tensor:
 
 @operator("wide_product(Tensor a, Tensor b) -> Tensor", _fake_product)
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in fp32 of bf16 factors."""
-    if a.is_meta:  # a plan, which has no values; torch 2.11 has no such product on that device
+    """``a @ b`` in fp32 for bf16 factors."""
+    if a.is_meta:  # a plan has no values, and torch 2.11 has no such product on the meta device
         return _fake_product(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[no-any-return, call-overload]
 
@@ -359,7 +360,7 @@ def choose(
     logits: Tensor, bias: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From logits [tokens, experts]: scores, chosen experts and their weights [tokens, choices],
-    and the choices of each expert [experts], before anything is dropped."""
+    and the number of choices of each expert [experts], before choices are dropped."""
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     ranked = scores.detach()
     if bias is not None:
@@ -383,29 +384,30 @@ def losses(
     routing: Routing,
     length: int | None,
 ) -> Tensor:
-    """The sum of the losses; ``total`` [experts]: choices on all ranks, for the balance."""
+    """The sum of the losses. ``total`` [experts]: choices on all ranks, for the balance loss."""
     loss = logits.new_zeros(())
     if len(logits) == 0:
-        return loss + 0 * (logits.sum() + total.sum())  # a graph drops what it does not need
+        # Reads both: torch.compile would drop the collective of ``total`` if nothing used it.
+        return loss + 0 * (logits.sum() + total.sum())
     if routing.balance_loss:
         shares = total / total.sum().clamp_min(1)
         loss = loss + routing.balance_loss * unevenness(scores, shares)
     if routing.z_loss:
         loss = loss + routing.z_loss * logits.logsumexp(-1).square().mean()
-    if routing.sequence_loss:  # the mean over sequences of how unevenly each one uses the experts
+    if routing.sequence_loss:  # the mean of the unevenness of each sequence
         count, experts = len(scores) // (length or len(scores)), scores.shape[-1]
-        own = chosen.view(count, -1)  # [sequences, choices of all its tokens]
+        choices = chosen.view(count, -1)  # [sequences, choices of all its tokens]
         wanted = scores.new_zeros(count, experts)
-        wanted = wanted.scatter_add(1, own, torch.ones_like(own, dtype=scores.dtype))
-        each = unevenness(scores.view(count, -1, experts), wanted / own.shape[1])
-        loss = loss + routing.sequence_loss * each
+        wanted = wanted.scatter_add(1, choices, torch.ones_like(choices, dtype=scores.dtype))
+        mean = unevenness(scores.view(count, -1, experts), wanted / choices.shape[1])
+        loss = loss + routing.sequence_loss * mean
     return loss
 
 
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
-    """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread; its
-    mean over sequences where ``scores`` [..., tokens, experts] and ``shares`` [..., experts] have
-    these.
+    """The sum over experts of (share of choices x mean score), scaled so that 0 means evenly used
+    experts. The result is a mean over sequences, if ``scores`` [..., tokens, experts] and
+    ``shares`` [..., experts] have such a dimension.
 
     ``scores`` may be sigmoids: the scores of a token are scaled to sum to 1.
     """
@@ -414,8 +416,8 @@ def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def _best(ranked: Tensor, count: int) -> Tensor:
-    """The experts with the highest scores [tokens, count]; of equal ones, the first. In a graph
-    that is one pass, of a tenth of the time of torch's ``topk``."""
+    """The experts with the highest scores [tokens, count]; of equal scores, the first expert. In a
+    graph this is one pass, and takes a tenth of the time of torch's ``topk``."""
     chosen, experts = [], torch.arange(ranked.shape[-1], device=ranked.device)
     for _ in range(count):
         chosen.append(ranked.argmax(-1, keepdim=True))
@@ -424,8 +426,8 @@ def _best(ranked: Tensor, count: int) -> Tensor:
 
 
 def _in_best_groups(ranked: Tensor, groups: int, kept: int) -> Tensor:
-    """Scores [tokens, experts], -inf outside of the groups whose two best experts score most."""
-    parts: Tensor = ranked.unflatten(-1, (groups, -1))  # [tokens, groups, experts of one]
+    """Scores [tokens, experts]; -inf outside of the groups whose two best experts score highest."""
+    parts: Tensor = ranked.unflatten(-1, (groups, -1))  # [tokens, groups, experts of a group]
     best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1)  # [tokens, groups]
     outside = torch.ones_like(best, dtype=torch.bool)
     outside.scatter_(-1, best.topk(kept, -1).indices, False)
@@ -438,14 +440,14 @@ def _count(chosen: Tensor, num_experts: int) -> Tensor:
     return (chosen.view(-1, 1) == experts).sum(0)
 
 
-# An operator: Inductor (torch 2.11, 2.13) may read the memory before ``index_copy_`` has filled it.
+# An operator, because Inductor (torch 2.11, 2.13) may read memory before ``index_copy_`` fills it.
 @operator(
     "places_in_line(Tensor chosen, Tensor counts, Tensor? first) -> Tensor",
     lambda chosen, *_: torch.empty_like(chosen),
 )
 def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None) -> Tensor:
-    """The number of earlier choices of the same expert, token by token, or where ``first`` (shaped
-    like ``chosen``, as the result is) is larger."""
+    """For each choice, the number of choices of the same expert before it: in the order of tokens,
+    or with ``first`` (shaped like ``chosen``) in descending order of its values."""
     if first is not None:
         best = first.flatten().sort(descending=True, stable=True).indices
         places = _places_in_line(chosen.flatten()[best], counts, None)

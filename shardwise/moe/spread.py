@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of several ranks inside a graph of torch.compile: four operators and their backwards.
 
-    sizes      how many rows ranks send each other; the host has read them when it returns
+    sizes      how many rows ranks send each other; the host waits for these numbers
     send       the rows of tokens leave          backward: gradients of rows arrive, summed by token
     experts    rows arrive and are computed      backward: gradients of rows leave, then dW1, dW2
     collect    rows go back, summed by token     backward: gradients of sums go to the experts
 
-What a graph does between send and experts (a shared expert) overlaps with the messages, in forward
-and in backward. The number of rows is known when the graph runs, not when it is made: the graph has
-it as a number, and no node of its own reads rows.
+Work between send and experts (a shared expert) overlaps with the messages, in forward and in
+backward. The number of rows is known when the graph runs, not when it is compiled: in the graph it
+is a symbolic number, and only these operators read rows.
 
-An exchange under way is a tensor with its number in a graph, and so is its gradient: the exchange
-of the gradients. All memory that is sent and received belongs to these operators, because a graph
-gives the memory of its nodes to others after their last use.
+In a graph a running exchange is a tensor that holds its number. The gradient of this tensor is the
+exchange of the gradients. These operators own all memory that is sent and received, because a graph
+reuses the memory of its nodes after their last use.
 """
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: ANN202
@@ -39,7 +39,16 @@ from shardwise.moe.dispatch import (
     sums,
 )
 from shardwise.moe.grouped_mlp import Inside
-from shardwise.moe.mlp import Work, brought, by_parameter, mlp_backward, mlp_forward, room, work_of
+from shardwise.moe.mlp import (
+    by_parameter,
+    computed,
+    empty_gradients,
+    mlp_backward,
+    mlp_forward,
+    ordered,
+    returned_gradients,
+    work_of,
+)
 from shardwise.moe.products import check_ends
 from shardwise.moe.router import Routes
 from shardwise.moe.weights import Pending, originals, remember
@@ -56,10 +65,11 @@ def spread_experts(
     delay: bool,
     beside: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The experts' sums [tokens, hidden] and what ``beside`` computes while rows are sent; while
-    torch.compile traces."""
+    """The sums of the experts [tokens, hidden], and the result of ``beside``, computed while rows
+    are sent. torch.compile traces this function."""
     chosen, counts = routes.experts, routes.counts
-    # After the collective of the router's loss, on every rank. The second: as in ``graph_mlp``.
+    # The loss: on every rank this collective comes after the collective of the router's loss. The
+    # empty tensor: as in ``graph_mlp``, two calls must not be merged.
     after = [routes.loss.detach(), torch.empty(0, device=tokens.device)]
     received, numbers = _ops.expert_sizes.default(
         chosen, counts, after, routes.capacity, dispatcher
@@ -69,12 +79,14 @@ def spread_experts(
         tokens, routes.weights, chosen, routes.kept, counts, received, numbers, sent, arriving,
         dispatcher,
     )  # fmt: skip
-    other = None if beside is None else beside(tokens)
+    output_beside = None if beside is None else beside(tokens)
     y, *_ = _ops.expert_rows.default(
         exchange, ends, by_expert, numbers, *experts, delay, dispatcher
     )
-    how = order, places, by_expert, numbers, dispatcher
-    return _ops.expert_collect.default(y, *how, len(tokens)), other
+    summed = _ops.expert_collect.default(
+        y, order, places, by_expert, numbers, dispatcher, len(tokens)
+    )
+    return summed, output_beside
 
 
 # ------------------------------------------------------------------------------ under way
@@ -84,15 +96,15 @@ _numbers = itertools.count()
 
 
 def _begun(wait: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-    """The tensor of an exchange, which ``wait`` ends."""
+    """The tensor that stands for an exchange. ``wait`` ends the exchange."""
     number = next(_numbers)
     _under_way[number] = wait
-    _under_way.pop(number - 8, None)  # an exception came before its end
+    _under_way.pop(number - 8, None)  # still present only if an exception came before its end
     return torch.tensor(number, dtype=torch.float64)
 
 
 def _ended(exchange: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that came, and their weights."""
+    """Wait for an exchange: the received rows and their weights."""
     return _under_way.pop(int(exchange))()
 
 
@@ -240,19 +252,7 @@ def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _fake_rows_backward(dy, saved, by_expert, numbers, parameters, text, trained, *_):
-    chosen = [one for one, trains in zip(parameters, trained, strict=True) if trains]
-    return [_fake_exchange(), *map(room, chosen)]
-
-
-class _Later:
-    """Weight gradients that are computed when gradients of rows are under way."""
-
-    def delay(self, gradients: Pending) -> None:
-        self._pending = gradients
-
-    def gradients(self, work: Work) -> list[Tensor | None]:
-        found = {id(bundle): bundle.gradients(write) for bundle, write in self._pending}
-        return [gradient for bundle in work.bundles for gradient in found[id(bundle)]]
+    return [_fake_exchange(), *empty_gradients(parameters, trained)]
 
 
 @operator(
@@ -262,27 +262,31 @@ class _Later:
 )
 def _rows_backward(dy, saved, by_expert, numbers, parameters, text, trained, wants, delay, name):
     parameters = originals(parameters, trained)
-    later = _Later()
-    work = replace(work_of(dy, parameters, len(saved[4]), text), delayed=later if delay else None)
+    pending: Pending = []
+    work = work_of(dy, parameters, len(saved[4]), text)
+    work = replace(work, delay=pending.extend if delay else None)
     dx, dp, gradients = mlp_backward(dy, list(saved), work, wants, wants)
     results = [_fake_exchange()]
     if dx is not None:
         results = [_begun(_begin_return(dx, dp, by_expert, numbers, dispatchers[name]))]
     del dx, dp
-    found = later.gradients(work) if delay else gradients
-    return results + brought(parameters, found, trained)
+    if delay:  # the exchange of row gradients has started
+        gradients = ordered(computed(pending), work.bundles)
+    return results + returned_gradients(parameters, gradients, trained)
 
 
 def _begin_return(
     dx: Tensor, dp: Tensor, by_expert: Tensor, numbers: Tensor, dispatcher: Dispatcher
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Send the gradients of rows and of their weights back to where the rows came from."""
+    """Send the gradients of rows and of their weights back to the ranks that sent the rows."""
     _, _, *sizes, _ = numbers.tolist()
     half = len(sizes) // 2
-    both = [dispatcher.exchange(sizes[half:], sizes[:half]) for _ in range(2)]
-    for one, gradient in zip(both, (dx, dp), strict=True):
-        one.start(placed(gradient, by_expert, len(by_expert)), one.sizes, one.out_sizes)
-    return lambda: (both[0].wait(), both[1].wait())
+    rows, weights = (dispatcher.exchange(sizes[half:], sizes[:half]) for _ in range(2))
+    for exchange, gradient in ((rows, dx), (weights, dp)):
+        exchange.start(
+            placed(gradient, by_expert, len(by_expert)), exchange.sizes, exchange.out_sizes
+        )
+    return lambda: (rows.wait(), weights.wait())
 
 
 def _bring_rows(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -291,8 +295,8 @@ def _bring_rows(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     exchange, *gradients = _ops.expert_rows_backward.default(
         dy, saved[:5], saved[5], saved[6], saved[7:], ctx.text, trained, wants, ctx.delay, ctx.name
     )
-    found = by_parameter(gradients, trained)
-    return exchange if wants else None, None, None, None, found, None, None, None, None
+    of_parameters = by_parameter(gradients, trained)
+    return exchange if wants else None, None, None, None, of_parameters, None, None, None, None
 
 
 torch.library.register_autograd(

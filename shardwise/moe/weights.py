@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert weights in memory: one tensor for all experts, or one for each, evenly spaced.
+"""Expert weights in memory: one tensor for all experts, or one tensor for each, evenly spaced.
 
     grouped    weight [experts, out, in]                        one Parameter
     indexed    weight0 | weight1 | weight2 | ...                a Parameter each
 
-Products need one tensor [experts, out, in]. Indexed weights are made one after the other in one
-storage, and so are the packed weights of a sharded group: the one tensor is then a view. Where the
-weights have been moved apart, it is a copy, made for each use.
+Products need one tensor [experts, out, in]. Indexed weights are created one after another in one
+storage, and a sharded group packs its weights in the same way: then the one tensor is a view. Where
+the weights lie in different storages, the one tensor is a copy that each use makes anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def as_one(parts: Sequence[Tensor]) -> Tensor:
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """A view [experts, ...] of the parts, if they are evenly spaced in one storage; else None."""
+    """A view [experts, ...] of the parts if they are evenly spaced in one storage, else None."""
     first = parts[0].detach()
     if len(parts) == 1:
         return first.unsqueeze(0)
@@ -59,11 +59,11 @@ def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
 
 
 class ExpertShare(Tensor):
-    """A tensor in the state dict of spread experts; a distributed checkpoint of it is refused.
+    """A tensor in the state dict of spread experts. It refuses ``torch.distributed.checkpoint``.
 
-    ``torch.distributed.checkpoint`` takes tensors of one name on other ranks for copies, and would
-    keep one rank's experts for all. The two methods that it calls raise here; they are attributes,
-    because an asynchronous save copies attributes but not the type.
+    ``torch.distributed.checkpoint`` treats tensors with the same name on different ranks as copies,
+    and would keep one rank's experts for all. The two methods that it calls raise an error. They
+    are attributes of the tensor, because an asynchronous save copies attributes but not the type.
     """
 
     @classmethod
@@ -94,7 +94,7 @@ class ExpertShare(Tensor):
 
 _COPIES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous}
 _COPIES |= {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, torch.clone}
-_COPIES |= {Tensor.pin_memory, torch.empty_like, torch.zeros_like}  # to be loaded into
+_COPIES |= {Tensor.pin_memory, torch.empty_like, torch.zeros_like}  # destinations of a load
 
 
 def _refuse_write(name: str, value: Tensor) -> None:
@@ -107,15 +107,16 @@ def _refuse_write(name: str, value: Tensor) -> None:
 
 def _refuse_read() -> None:
     raise NotImplementedError(
-        "the experts of this rank are to be loaded, and other ranks hold other experts under the "
-        "same names: torch.distributed.checkpoint would load the same experts everywhere. Use "
-        "sw.load, or sw.load_full_state_dict with the experts of all ranks"
+        "this state dict holds the experts of this rank, and other ranks hold other experts under "
+        "the same names: torch.distributed.checkpoint would load the same experts on every rank. "
+        "Use sw.load, or sw.load_full_state_dict with the experts of all ranks"
     )
 
 
 def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
-    """Tell matrix optimizers how a parameter is made of matrices: by the sizes of blocks of rows,
-    which repeat; the blocks of each entry form one matrix. (): the parameter is no matrix."""
+    """Declare to matrix optimizers which rows of a parameter form a matrix. ``blocks`` are sizes of
+    blocks of rows, which repeat over the parameter; the blocks of one entry form one matrix.
+    (): the parameter is no matrix."""
     parameter.matrix_blocks = blocks  # type: ignore[attr-defined]
 
 
@@ -131,19 +132,15 @@ class ExpertTensor:
     """All experts' weights (or biases) of one linear: the Parameter objects themselves."""
 
     parameters: tuple[Tensor, ...]
-    grouped: bool  # one parameter with a dimension for experts; else one for each expert
+    grouped: bool  # one parameter with a dimension for experts; else one parameter for each expert
 
     def value(self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward") -> Any:
-        """The current values [experts, ...], as the products of ``phase`` read them: a tensor, or
-        codes that multiply."""
+        """The current values [experts, ...] as the products of ``phase`` read them: a tensor, or
+        fp8 codes that are multiplied without decoding."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
         if isinstance(parts[0], ExpertCodes):
             return parts[0]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
-
-    @property
-    def trains(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,21 +159,21 @@ class ExpertTensor:
 
     @property
     def in_graphs(self) -> bool:
-        """Whether a graph of torch.compile may bring gradients: a ``main_grad`` of the user's own
-        stands in for ``.grad``, which must stay None."""
+        """Whether a graph of torch.compile may return gradients. It may not where the user has set
+        a ``main_grad``: then ``.grad`` must stay None."""
         return not any(
-            not hasattr(type(one), "fresh_main_grad") and hasattr(one, "main_grad")
-            for one in self.parameters
+            hasattr(parameter, "main_grad") and not _is_sharded(parameter)
+            for parameter in self.parameters
         )
 
     @property
     def has_main_grad(self) -> bool:
         """Whether every trained parameter has a ``main_grad`` to add gradients to."""
-        return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
+        return all(map(_offers_main_grad, self._trained))
 
     def gradients(self, write: WriteGradient) -> list[Tensor | None]:
-        """The gradients for autograd, one per parameter; None: frozen, or in ``main_grad``, or not
-        asked for (``torch.autograd.grad`` of the inputs alone)."""
+        """The gradients for autograd, one per parameter. None: the parameter is frozen, or its
+        gradient is in ``main_grad``, or the caller of ``torch.autograd.grad`` does not want it."""
         if not any(map(is_wanted, self._trained)):
             return [None] * len(self.parameters)
         if self.has_main_grad:
@@ -189,7 +186,8 @@ class ExpertTensor:
 
     def _fresh(self, write: WriteGradient) -> list[Tensor | None]:
         value = write(None, False)
-        # Detached: autograd must not see in-place work on one expert's gradient as work on a view.
+        # Detached: autograd must not treat an in-place change of one expert's gradient as a change
+        # of a view.
         parts = [value] if self.grouped else [part.detach() for part in value]
         return [
             part if parameter.requires_grad else None
@@ -197,8 +195,8 @@ class ExpertTensor:
         ]
 
     def accumulate(self, write: WriteGradient, seen: set[int]) -> None:
-        """Add gradients to ``main_grad`` or ``.grad``, as autograd would, after its backward."""
-        if not self.trains:
+        """Add gradients to ``main_grad`` or ``.grad`` after a backward, as autograd does inside."""
+        if not self._trained:
             return
         if self.has_main_grad:
             self.write_main_grads(write, seen)
@@ -212,8 +210,8 @@ class ExpertTensor:
                 parameter.grad.add_(gradient)
 
     def write_main_grads(self, write: WriteGradient, seen: set[int]) -> None:
-        """Write or add to ``main_grad``; ``seen`` are parameters already written to since the last
-        completion, whose memory counts."""
+        """Write gradients to ``main_grad``, or add them. ``seen``: ids of the parameters that were
+        written since the last completion; gradients are added to the contents of their memory."""
         places = [_main_grad(p, seen) if p.requires_grad else None for p in self.parameters]
         seen.update(map(id, self._trained))
         if self.grouped:
@@ -225,28 +223,28 @@ class ExpertTensor:
             if together is not None:
                 write(together, places[0][1])  # type: ignore[index]
                 return
-        held = [place for place in places if place is not None]
-        shape = (len(places), *held[0][0].shape)
-        value = write(held[0][0].new_empty(shape), False)  # in their dtype: no sum is rounded
+        like = next(place[0] for place in places if place is not None)
+        shape = (len(places), *like.shape)
+        value = write(like.new_empty(shape), False)  # in the dtype of main_grad: no sum is rounded
         for place, part in zip(places, value, strict=True):
             if place is not None:
                 target, add = place
                 target.add_(part) if add else target.copy_(part)
 
     def delay(self) -> None:
-        """Tell the owners of parameters that the gradients come after this backward."""
+        """Declare to the units of the parameters that the gradients come after this backward."""
         for parameter in self._trained:
             if hasattr(type(parameter), "delay"):
                 parameter.delay()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
-        """Call the hooks of parameters whose delayed gradients are complete, once each."""
+        """Call the hooks of the parameters once each: their delayed gradients are complete."""
         for parameter in self._trained:
             if _offers_main_grad(parameter):
                 parameter.others_count = True  # type: ignore[attr-defined]
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-                if hasattr(type(parameter), "fresh_main_grad"):
-                    continue  # the assignment has told its owner
+                if _is_sharded(parameter):
+                    continue  # the assignment has notified its unit
             hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             for hook in list(hooks.values()) if hooks else ():
                 hook(parameter)
@@ -256,11 +254,15 @@ class ExpertTensor:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
-_given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+def parameters_of(bundles: Sequence[ExpertTensor]) -> list[Tensor]:
+    return [parameter for bundle in bundles for parameter in bundle.parameters]
 
 
-# Gradients that one backward has still to compute, in the order in which they are.
+# Gradients that one backward has not computed yet, in the order of their computation.
 Pending = list[tuple[ExpertTensor, WriteGradient]]
+
+# The parameters that operators were given in forward, by the place of their memory.
+_given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
 
 
 def _place(value: Tensor) -> tuple[int, int]:
@@ -268,27 +270,27 @@ def _place(value: Tensor) -> tuple[int, int]:
 
 
 def remember(parameters: Sequence[Tensor]) -> None:
-    """Let :func:`originals` find these by any tensor in the same place."""
+    """Let :func:`originals` find these parameters by any tensor at the same place in memory."""
     for parameter in parameters:
         _given[_place(parameter)] = parameter
 
 
 def originals(saved: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
-    """The parameters that forward was given. A checkpoint saves views of them, which have no
-    ``main_grad`` and no codes."""
-    found = []
+    """The parameters that forward was given. An activation checkpoint saves views of them, which
+    have no ``main_grad`` and no codes."""
+    parameters = []
     for value, trains in zip(saved, trained, strict=True):
-        known = value if isinstance(value, nn.Parameter) else _given.get(_place(value))
-        if known is None or _place(known) != _place(value):
+        original = value if isinstance(value, nn.Parameter) else _given.get(_place(value))
+        if original is None or _place(original) != _place(value):
             if trains and not value.requires_grad:
                 raise RuntimeError(
                     f"a compiled backward was given a copy of the experts' parameter of shape "
-                    f"{tuple(value.shape)}: no hook on saved tensors may move parameters; exclude "
-                    f"them, or run the experts without torch.compile"
+                    f"{tuple(value.shape)}: hooks on saved tensors must not move parameters. "
+                    f"Exclude parameters in the hook, or run the experts without torch.compile"
                 )
-            known = value
-        found.append(known)
-    return found
+            original = value
+        parameters.append(original)
+    return parameters
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
@@ -299,8 +301,8 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         if "inplace operation" not in str(error):
             raise
         raise RuntimeError(
-            f"the weights of experts or the rows they were given changed in place between forward "
-            f"and backward; step the optimizer after backward. torch says: {error}"
+            f"the weights of experts, or their input rows, changed in place between forward and "
+            f"backward. Step the optimizer after backward. Error of torch: {error}"
         ) from error
 
 
@@ -308,35 +310,41 @@ class QuantisedParameter:
     """Base class of parameters whose values are stored in a quantised format only."""
 
     quantised: Any
-    codes_in_gradient = False  # whether its gradient is a product of codes
+    codes_in_gradient = False  # whether the weight gradient is a product of codes
 
 
 def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:
-    """The values of a parameter; of a quantised one, what the products of ``phase`` take."""
+    """The values of a parameter. Of a quantised parameter: the operand of the products of
+    ``phase``."""
     if isinstance(parameter, QuantisedParameter):
         return parameter.quantised.operand(phase)
     return parameter.detach()
 
 
 def is_wanted(leaf: Tensor) -> bool:
-    """Whether the backward that runs now is for the gradient of this leaf, too."""
+    """Whether the backward that runs now computes the gradient of this leaf."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
-    except RuntimeError:  # torch.autograd.grad, for this very leaf
+    except RuntimeError:  # torch.autograd.grad with this leaf among its inputs
         return True
 
 
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether this is a parameter of a sharded group."""
+    return hasattr(type(parameter), "fresh_main_grad")
+
+
 def _offers_main_grad(parameter: Tensor) -> bool:
-    if hasattr(type(parameter), "fresh_main_grad"):  # a parameter of a sharded group
+    if _is_sharded(parameter):
         return getattr(parameter, "_gradients", None) is not None
     return isinstance(getattr(parameter, "main_grad", None), Tensor)
 
 
 def _main_grad(parameter: Tensor, seen: set[int]) -> tuple[Tensor, bool]:
-    """The memory of a gradient, and whether its contents count (else they are undefined)."""
-    if hasattr(type(parameter), "fresh_main_grad"):
+    """The memory of a gradient, and whether to add to its contents (else they are undefined)."""
+    if _is_sharded(parameter):
         target, fresh = parameter.fresh_main_grad()  # type: ignore[attr-defined]
         return target, not fresh or id(parameter) in seen
     return parameter.main_grad, True  # type: ignore[attr-defined]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a microbatch beside the library's own buffers, followed on meta tensors.
+"""The memory of a microbatch besides the library's own buffers, measured on meta tensors.
 
-    forward     every operation's result, for as long as anybody (autograd, the model) holds it
-    backward    the same, while what was saved is given back; recomputed blocks come and go again
-    ledger      gathered weights, gradients: at the same moments
+    forward     the result of every operation, as long as autograd or the model holds it
+    backward    the same, while saved tensors are released; recomputed blocks use memory again
+    ledger      gathered weights and gradients, at the same moments
 
-A storage counts from the operation that makes it to its end, in blocks of 512 bytes as CUDA's
-allocator gives them. Operations for which the meta device takes another way than a GPU (attention,
-RMSNorm, products of experts) are replaced by stand-ins that hold what the GPU's kernels hold.
+A storage counts from the operation that creates it until it is freed, in blocks of 512 bytes like
+those of CUDA's allocator. Some operations work differently on the meta device than on a GPU
+(attention, RMSNorm, products of experts). Stand-ins replace them, with the memory of the GPU
+kernels.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from shardwise.moe.coded import Into, parts_of
 from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.moe.products import LoopProducts, Rows, Weight
 
-BLOCK = 512  # bytes that CUDA's allocator rounds to
-WORKSPACE = 2 * (32 << 20)  # of cuBLAS: one for the thread of forward, one for that of backward
+BLOCK = 512  # bytes; CUDA's allocator rounds up to a multiple
+WORKSPACE = 2 * (32 << 20)  # of cuBLAS, for two threads: that of forward and that of backward
 
 
 class Follower(TorchDispatchMode):
-    """Counts live storages, and the highest sum of them and of what a ledger holds."""
+    """Counts the bytes of live storages, and the peak of these bytes and the ledger's bytes."""
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
-        # By address: the bytes of a storage, and a reference that tells of its end.
+        # By address: the bytes of a storage, and a reference that reports its end.
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.live = sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in model.buffers())
-        # By function and kinds of arguments: makes a tensor like the result, where that is new.
+        # By function and kinds of arguments: creates a tensor like the result, if that is no view.
         self._known: dict[Any, Callable[[], Tensor]] = {}
-        self.peak = 0  # with the ledger's bytes
-        self.at_peak = 0  # of it, those followed here
+        self.peak = 0  # the ledger's bytes included
+        self.at_peak = 0  # the live bytes at the peak, without the ledger's
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -54,23 +55,22 @@ class Follower(TorchDispatchMode):
         call = None if func._schema.is_mutable else _kind((func, args, *kwargs.items()))
         known = self._known.get(call)
         result = func(*args, **kwargs) if known is None else known()
-        made = _storages(result)
-        if made:
-            # Views of what was given are no new memory.
+        returned = _storages(result)
+        if returned:
+            # Views of arguments are no new memory.
             given = _storages((args, kwargs)) if known is None else {}
-            for key, storage in made.items():
+            for key, storage in returned.items():
                 if key not in given and key not in self._alive:
                     nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
-                    gone = weakref.ref(storage, partial(self._end, key))
-                    self._alive[key] = (nbytes, gone)
+                    self._alive[key] = nbytes, weakref.ref(storage, partial(self._end, key))
                     self.live += nbytes
-            if call is not None and known is None and not made.keys() & given.keys():
+            if call is not None and known is None and not returned.keys() & given.keys():
                 self._remember(call, result)
             self.note()
         return result
 
     def _remember(self, call: Any, result: Any) -> None:
-        """Make the results of equal calls at once: some functions take long to find their shape."""
+        """Create the results of equal calls directly: some functions need long for the shape."""
         if type(result) is Tensor:
             form, dtype = (result.shape, result.stride()), result.dtype
             alike = partial(torch.empty_strided, *form, dtype=dtype, device="meta")
@@ -85,35 +85,32 @@ class Follower(TorchDispatchMode):
         self.live -= self._alive.pop(key, (0, None))[0]
 
     def adopt(self, tensor: Tensor) -> None:
-        """The ledger counts the memory of this tensor from here on."""
+        """From now on the ledger counts the memory of this tensor."""
         self._forget(tensor.untyped_storage()._cdata)
 
     def note(self, kind: str = "", nbytes: int = 0) -> None:
-        """Something has grown, here or in the ledger."""
+        """Update the peak. Called when memory has grown, here or in the ledger."""
         if self._ledger.total + self.live > self.peak:
             self.peak, self.at_peak = self._ledger.total + self.live, self.live
 
 
 def _storages(
-    value: Any, found: dict[int, torch.UntypedStorage] | None = None
+    value: Any, storages: dict[int, torch.UntypedStorage] | None = None
 ) -> dict[int, torch.UntypedStorage]:
-    """The memory on the meta device of the tensors inside, by address."""
-    found = {} if found is None else found
+    """The storages of the meta tensors in ``value``, by address."""
+    storages = {} if storages is None else storages
     if isinstance(value, Tensor):
         if value.is_meta:
             storage = getattr(value, "_local_tensor", value).untyped_storage()
-            found[storage._cdata] = storage
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _storages(one, found)
-    elif isinstance(value, dict):
-        for one in value.values():
-            _storages(one, found)
-    return found
+            storages[storage._cdata] = storage
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            _storages(item, storages)
+    return storages
 
 
 def _kind(value: Any) -> Any:
-    """The facts that the shape of a result depends on; None where they are not known."""
+    """The facts that decide the shape of a result; None where they are unknown."""
     if isinstance(value, Tensor):
         plain = value.is_meta and type(value) in (Tensor, nn.Parameter)
         return (value.shape, value.stride(), value.dtype) if plain else None
@@ -125,7 +122,7 @@ def _kind(value: Any) -> Any:
 
 @contextmanager
 def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[None]:
-    """Follow what ``model`` computes on meta tensors, with a ledger that counts the rest."""
+    """Count the memory of the computation of ``model``; ``ledger`` counts the library's buffers."""
     ledger.watchers.append(follower.note)
     ledger.adopted = follower.adopt
     choices = [module.choice for module in model.modules() if isinstance(module, GroupedMLP)]
@@ -146,7 +143,7 @@ def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[
 
 
 class _StandIns(TorchFunctionMode):
-    """Attention and RMSNorm as a GPU computes them: fused, and nothing saved but what they need."""
+    """Attention and RMSNorm as a GPU computes them: fused, saving what its kernels save."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -162,8 +159,8 @@ class _StandIns(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention of [B, H, T, D]. Results lie in memory as what they belong to does: a model
-    that reshapes them may copy."""
+    """Flash attention of [B, H, T, D]. Results have the strides of the tensors that they belong to,
+    because a model that reshapes them may have to copy."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,9 +171,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         q, k, v, _, sums = ctx.saved_tensors
-        held = [torch.empty_like(sums), q.new_empty(q.shape, dtype=torch.float32)]  # dq is added up
+        held = [torch.empty_like(sums), q.new_empty(q.shape, dtype=torch.float32)]  # dq in fp32
         gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        if k.shape[1] != q.shape[1]:  # a gradient for each query head, added up afterwards
+        if k.shape[1] != q.shape[1]:  # a gradient for each query head, summed afterwards
             held += [torch.empty_like(q), torch.empty_like(q)]
         del held
         return gradients
@@ -197,7 +194,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _SizedProducts(LoopProducts):
-    """The grouped products by the memory that the fused kernels take."""
+    """Grouped products that take the memory of the fused kernels."""
 
     def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
         return parts_of(x)[0].new_empty(len(x), weight.shape[1], dtype=x.dtype)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library itself as one rank of a mesh that is only pretended, to be walked through a step.
+"""The library itself as one rank of a pretended mesh, which runs one step.
 
-    axes without a process group    collectives are counted, and go nowhere
-    memory on the meta device       the ledger counts what buffers would take
-    groups, units, runtime,         those that a real run has
+    axes without a process group    collectives are counted and not sent
+    memory on the meta device       the ledger counts the bytes that buffers would take
+    groups, units, runtime,         the same objects as in a run
     optimizer
 
-What a step then holds and sends is read from the ledger and from ``comm.record()``, as in a run.
-Forward is the model's own (a dry run), or a sketch of it that computes nothing (a plan).
+The bytes that a step holds and sends are read from the ledger and from ``comm.record()``, as in a
+run. Forward is the model's own (a dry run), or a sketch that computes nothing (a plan).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shardwise.streams import Lanes
 
 @dataclass(eq=False)
 class Engine:
-    """All units of one rank. Made and run while ``ledger``, one of its own, is open."""
+    """All units of one rank. ``ledger`` is a separate ledger, open while the engine is used."""
 
     options: Options
     ledger: Ledger
     model: nn.Module  # wrapped
-    walked: bool = False  # whether a step has been
+    walked: bool = False  # whether a step has run
     optimizer: ShardedOptimizer | None = None
     follower: Follower | None = None
 
@@ -65,7 +65,7 @@ class Engine:
         self._add_optimizer()
 
     def pose_as(self, rank: int) -> None:
-        """Stand for another rank than rank 0: the same units, with that rank's pieces."""
+        """Become another rank than rank 0: the same units, with the pieces of that rank."""
         if rank == 0:
             return
         ranks = {ep: ranks_at(self.options, rank, ep) for ep in (1, self.options.ep)}
@@ -86,37 +86,39 @@ class Engine:
 
     @cached_property
     def routes(self) -> list[Routed]:
-        """The routes of the parameters that are wrapped."""
+        """The routes of the wrapped parameters."""
         sharded = {id(parameter) for group in self.groups for parameter in group.sharded}
-        return [one for one in routes_of(self.model) if id(one.parameter) in sharded]
+        return [route for route in routes_of(self.model) if id(route.parameter) in sharded]
 
     @property
     def matrix_groups(self) -> list[MatrixGroup]:
         return [] if self.optimizer is None else list(self.optimizer._matrix_groups or ())
 
     def _add_optimizer(self) -> None:
-        """The optimizer, as far as it sends anything or is waited for."""
+        """Create the optimizer of the parameters whose step sends or gathers anything."""
         chosen = self.options.optimizer
-        trained = [one for one in self.routes if one.parameter.requires_grad]
-        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # by whether it is a matrix
-        for one in trained:
-            matrix = chosen not in ("adamw", "none") and one.route.kind == "matrix"
-            kinds[matrix].append(one.parameter)
-        muon = chosen in ("muon", "adamw", "none")
-        settings = MuonSettings() if muon else ANY[chosen](lr=0.0)
-        groups = [group_of(settings, kinds[True])] if kinds[True] else []
-        if self.options.gather_in_step and kinds[False]:
-            groups.append(group_of(AdamWSettings(), kinds[False]))
+        trained = [route for route in self.routes if route.parameter.requires_grad]
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for routed in trained:
+            is_matrix = chosen not in ("adamw", "none") and routed.route.kind == "matrix"
+            (matrices if is_matrix else others).append(routed.parameter)
+        groups = []
+        if matrices:
+            settings = MuonSettings() if chosen == "muon" else ANY[chosen](lr=0.0)
+            groups.append(group_of(settings, matrices))
+        if self.options.gather_in_step and others:
+            groups.append(group_of(AdamWSettings(), others))
         if groups:
             self.optimizer = ShardedOptimizer(groups, {id(r.parameter): r.name for r in trained})
 
     # ------------------------------------------------------------------ a step
 
     def measure(self, forward: Callable[[], Tensor]) -> Measured:
-        """One step from rest; ``forward`` returns what backward starts from."""
+        """Run one step from rest. ``forward`` returns the tensor from which backward starts."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._first_is_other and not self.walked:
+        if self._first_differs and not self.walked:
             self._step(forward, count)
         self.ledger.reset_peak()
         if self.follower is not None:
@@ -143,9 +145,9 @@ class Engine:
         )
 
     @property
-    def _first_is_other(self) -> bool:
-        """Whether the first step is not like the others: it gathers weights that nobody will write,
-        or that later steps gather themselves, and makes memory to decode in."""
+    def _first_differs(self) -> bool:
+        """Whether the first step differs from later steps: its forward gathers frozen weights, or
+        weights that later steps gather themselves; or it creates memory for decoding."""
         frozen = any(not group.trainable for group in self.groups)
         coded = any(group.format is not None for group in self.groups)
         return self.options.gather_in_step or frozen or coded
@@ -153,8 +155,8 @@ class Engine:
     def _step(
         self, forward: Callable[[], Tensor], count: int
     ) -> tuple[dict[Moment, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
-        """Microbatches between the first and the last are alike: one of them is run, and counted
-        as often as it comes."""
+        """All microbatches between the first and the last are equal: one of them runs, and counts
+        as many times."""
         phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
             for unit in self.units:
@@ -179,7 +181,7 @@ class Engine:
         return phases, loaded, exchanged
 
     def _exchanges(self, call: comm.Call) -> bool:
-        """Whether the matrix optimizer issued it: units gather over axes that shard main alone."""
+        """Whether the matrix optimizer issued the call: units use only the axes that shard main."""
         pairs = zip(self.options.mesh.names, self.options.placements.main, strict=True)
         replicated = {name for name, placement in pairs if placement != SHARD}
         return call.operation == "all_to_all" or not replicated.isdisjoint(call.axis.split("+"))
@@ -190,8 +192,8 @@ class Engine:
         return following(self.model, self.follower, self.ledger)
 
     def _update(self) -> None:
-        """Step like an optimizer, as far as buffers and ranks can tell: write the weights that have
-        gradients, and drop the gradients."""
+        """Do the parts of an optimizer's step that buffers and ranks notice: write the trained
+        weights and drop their gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self.groups:
@@ -202,8 +204,8 @@ class Engine:
 
 
 def _backward(loss: Tensor) -> None:
-    """As ``loss.backward()``, inside of which no mode for torch's functions is asked: what is
-    recomputed there must take the way that it took in forward."""
+    """``loss.backward()``, but torch function modes stay active inside: a recomputation must use
+    the same stand-ins as forward."""
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,

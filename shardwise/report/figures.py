@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: its figures, and the text that shows them to people."""
+"""A plan: its figures, and the text that prints them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from shardwise.words import aligned, count_text, flops_text, size_text
 KINDS = {
     "main": "main weights",
     "compute": "compute weights",
-    "staging": "weights on their way to fp8",
-    "workspace": "one matrix, decoded",
+    "staging": "weights before fp8 encoding",
+    "workspace": "one decoded matrix",
     "grad": "gradients",
-    "grad_transient": "gradients on their way",
-    "grad_accumulator": "gradients that wait",
-    "receive": "messages of peers",
-    "step": "the optimizer's step",
-    "pool_idle": "memory pool, idle",
+    "grad_transient": "gradients in reduction",
+    "grad_accumulator": "accumulated gradients",
+    "receive": "received messages",
+    "step": "optimizer step",
+    "pool_idle": "idle memory pool",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Measured):
-    """Bytes per rank and collectives per step. ``optimizer_bytes`` come on top of what was
-    measured: the state on the rank that holds most."""
+    """Bytes per rank and collectives per step. ``optimizer_bytes`` is the state on the rank that
+    holds most. The measured bytes do not include it."""
 
     model: str
     num_parameters: int
@@ -50,9 +50,9 @@ class Plan(Measured):
     optimizer_bytes: int
     matrices: Orthogonalisation | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)
-    # By name: the elements of a matrix that each replica works on, where replicas divide it.
+    # By name: the elements that each replica updates, for matrices that replicas divide.
     divisions: dict[str, Division] = field(repr=False, default_factory=dict)
-    largest: int | None = None  # with a batch: sequences that a microbatch can have in ``memory``
+    largest: int | None = None  # with a batch: the largest number of sequences that fits ``memory``
     suggestions: tuple[str, ...] = ()
 
     @property
@@ -65,19 +65,19 @@ class Plan(Measured):
 
     @property
     def total(self) -> int:
-        """The bytes that a rank needs at the worst moment."""
+        """The bytes that a rank needs at the peak."""
         peak = self.peak_total if self.followed is None else self.followed
         return peak + self.optimizer_bytes + self.options.workspace
 
     @property
     def fits(self) -> bool | None:
-        """Whether a rank has that much; None where nobody said how much it has."""
+        """Whether the plan fits the memory of a rank; None if ``memory`` was not given."""
         memory = self.options.memory
         return None if memory is None else self.total <= memory
 
     @property
     def padding(self) -> int:
-        """Elements of all buffers that hold nothing, over all shards."""
+        """Elements of padding in all buffers, over all shards."""
         return sum(len(u.names) * u.ep * g.layout.padding for u in self.units for g in u.groups)
 
     @property
@@ -87,13 +87,13 @@ class Plan(Measured):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives of a step: of forward and backward, of the matrix optimizer (on the rank
-        that sends most), and of routing."""
+        """All collectives of a step: those of forward and backward, of the matrix optimizer (on the
+        rank that sends most), and of routing."""
         known = self.calls + self.traffic.known
         known += self.exchanged if self.matrices else Counter()
         kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}
-        for calls, even in ((known, False), (self.traffic.even, True)):
-            for call, count in calls.items():
+        for counter, even in ((known, False), (self.traffic.even, True)):
+            for call, count in counter.items():
                 key = (call.axis, call.operation, call.size, even)
                 kinds.setdefault(key, []).append((call, count))
         return tuple(
@@ -101,64 +101,64 @@ class Plan(Measured):
                 operation=operation,
                 axis=axis,
                 size=size,
-                count=sum(count for _, count in found),
-                nbytes=sum(call.nbytes * count for call, count in found),
-                wire_bytes=sum(call.wire_bytes * count for call, count in found),
-                received_bytes=sum(call.received_bytes * count for call, count in found),
+                count=sum(count for _, count in calls),
+                nbytes=sum(call.nbytes * count for call, count in calls),
+                wire_bytes=sum(call.wire_bytes * count for call, count in calls),
+                received_bytes=sum(call.received_bytes * count for call, count in calls),
                 even=even,
             )
-            for (axis, operation, size, even), found in sorted(kinds.items())
+            for (axis, operation, size, even), calls in sorted(kinds.items())
         )
 
     @property
     def gathered(self) -> dict[str, tuple[int, int, int]]:
-        """Compute weights on the wire, by phase: (gathers, bytes of them whole, bytes sent)."""
-        found = {}
+        """Gathers of compute weights by phase: (number, bytes of whole weights, bytes sent)."""
+        by_phase = {}
         for phase, calls in self.phases.items():
             weights = [(c, count) for c, count in calls.items() if c.operation == "all_gather"]
-            found[str(phase)] = (
+            by_phase[str(phase)] = (
                 sum(count for _, count in weights),
                 sum(call.nbytes * count for call, count in weights),
                 sum(call.wire_bytes * count for call, count in weights),
             )
-        return found
+        return by_phase
 
     @property
     def formats(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-        """How compute weights are stored: (parameters, elements, bytes of each plane, whole)."""
-        found: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        """Compute weights by format: (parameters, elements, bytes of each whole plane)."""
+        totals: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         for unit in self.units:
             for group in unit.groups:
                 name, times = group.stored, len(unit.names)
                 planes = tuple(times * nbytes for nbytes in group.planes)
-                parameters, elements, held = found.get(name, (0, 0, (0,) * len(planes)))
-                found[name] = (
+                parameters, elements, before = totals.get(name, (0, 0, (0,) * len(planes)))
+                totals[name] = (
                     parameters + times * len(group.layout.items),
                     elements + times * group.layout.payload,
-                    tuple(a + b for a, b in zip(held, planes, strict=True)),
+                    tuple(a + b for a, b in zip(before, planes, strict=True)),
                 )
-        return found
+        return totals
 
     @property
     def staged(self) -> dict[str, tuple[int, int]]:
-        """Weights in fp8 that are gathered as bf16, by the reason: (parameters, bytes, whole)."""
-        found: dict[str, tuple[int, int]] = {}
+        """Weights in fp8 that are gathered as bf16, by reason: (parameters, whole bytes)."""
+        totals: dict[str, tuple[int, int]] = {}
         for unit in self.units:
-            for group in (one for one in unit.groups if one.staged):
-                parameters, nbytes = found.get(group.staged, (0, 0))
-                found[group.staged] = (
+            for group in (group for group in unit.groups if group.staged):
+                parameters, nbytes = totals.get(group.staged, (0, 0))
+                totals[group.staged] = (
                     parameters + len(unit.names) * len(group.layout.items),
                     nbytes + len(unit.names) * 2 * group.layout.payload,
                 )
-        return found
+        return totals
 
     @property
     def shard_map(self) -> dict[str, Any]:
-        """Which rank holds which rows, for :func:`map_canvas`."""
+        """The rows that each rank holds, for :func:`map_canvas`."""
         return shard_map(self.units, self.options)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures that the page of a run shows, as JSON can hold them."""
+        """The figures for the report page of a run, as values for JSON."""
         return {
             "num_parameters": self.num_parameters,
             "activations": None if self.followed is None else self.activations,
@@ -175,8 +175,8 @@ class Plan(Measured):
         lines = heading(self) + _bytes(self) + _weights(self) + _collectives(self)
         if self.matrices is not None:
             lines += _orthogonalisation(self.matrices)
-        if told := verdict(self):
-            lines += ["", *told]
+        if self.fits is not None:
+            lines += ["", *verdict(self)]
         if shard_map:
             lines += ["", "Shard map (main weights)", map_text(self.units, self.options)]
         return "\n".join(lines)
@@ -188,7 +188,7 @@ class Plan(Measured):
 # ------------------------------------------------------------------------------ the text
 
 
-Row = tuple[str, ...]  # words, then figures
+Row = tuple[str, ...]  # a label, then figures
 
 
 def _table(title: str, headers: Row, rows: Sequence[Row], note: str = "") -> list[str]:
@@ -209,12 +209,12 @@ def heading(plan: Plan) -> list[str]:
         f"{plan.mesh}{inside} ({plan.mesh.num_ranks * options.tp:,} ranks){spread}, "
         f"{options.optimizer}, {microbatches}",
         f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %); "
-        f"by {plan.source}, order of a {options.device} device",
+        f"by {plan.source}, for {options.device} devices",
     ]
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Does it fit, and what to change."""
+    """Whether the plan fits, and suggestions; no lines if ``memory`` was not given."""
     memory = plan.options.memory
     if memory is None:
         return []
@@ -222,11 +222,11 @@ def verdict(plan: Plan) -> list[str]:
         left = size_text(memory - plan.total)
         if plan.largest is None or plan.options.batch is None:
             return [f"fits {size_text(memory)} per rank; {left} are left for activations"]
-        most = f"microbatches of up to {plan.largest} x {plan.options.batch[1]} tokens do"
+        most = f"microbatches of up to {plan.largest} x {plan.options.batch[1]} tokens fit"
         return [f"fits {size_text(memory)} per rank, {left} are left; {most}"]
     over = size_text(plan.total - memory)
     return [
-        f"does not fit {size_text(memory)} per rank: {over} too much. What to change:",
+        f"does not fit {size_text(memory)} per rank: {over} too much. Suggestions:",
         *(f"  - {suggestion}" for suggestion in plan.suggestions),
     ]
 
@@ -234,11 +234,9 @@ def verdict(plan: Plan) -> list[str]:
 def _bytes(plan: Plan) -> list[str]:
     kinds = [kind for kind in KINDS if kind in plan.peak]
     kinds += [kind for kind in plan.peak if kind not in KINDS]
+    moments = (plan.rest, plan.loaded, plan.peak)
     rows = [
-        (
-            KINDS.get(kind, kind),
-            *(size_text(held.get(kind, 0)) for held in (plan.rest, plan.loaded, plan.peak)),
-        )
+        (KINDS.get(kind, kind), *(size_text(held.get(kind, 0)) for held in moments))
         for kind in kinds
     ]
     state, kept = plan.optimizer_bytes, plan.options.workspace
@@ -246,24 +244,18 @@ def _bytes(plan: Plan) -> list[str]:
         rows.append(("optimizer state", *[size_text(state)] * 3))
     if plan.followed is not None:
         assert plan.options.batch is not None
-        words = "activations of {} x {} tokens".format(*plan.options.batch)
-        rows.append((words, size_text(0), size_text(0), size_text(plan.activations)))
+        label = "activations of {} x {} tokens".format(*plan.options.batch)
+        rows.append((label, size_text(0), size_text(0), size_text(plan.activations)))
     if kept:
         rows.append(("workspaces of cuBLAS", *[size_text(kept)] * 3))
-    rows.append(
-        (
-            "together",
-            size_text(sum(plan.rest.values()) + state + kept),
-            size_text(sum(plan.loaded.values()) + state + kept),
-            size_text(plan.total),
-        )
-    )
+    at_rest, loaded = (sum(held.values()) + state + kept for held in moments[:2])
+    rows.append(("together", size_text(at_rest), size_text(loaded), size_text(plan.total)))
     return _table(
         "Bytes per rank",
         ("", "at rest", "after backward", "peak"),
         rows,
-        "each kind's own peak; together: the highest sum at one moment, so less than theirs."
-        + (" Activations are not in it." if plan.followed is None else ""),
+        "Kinds peak at different moments. The last line is the largest sum at one moment."
+        + (" Activations are not included." if plan.followed is None else ""),
     )
 
 
@@ -289,28 +281,28 @@ def _weights(plan: Plan) -> list[str]:
         "Compute weights",
         ("", "count", "whole", "sent"),
         rows,
-        "MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both."
-        + "".join(f" Gathered as bf16: {why}." for why in plan.staged),
+        "MXFP8 has a plane for forward and a plane for backward, or one plane of 32x32 blocks."
+        + "".join(f" Gathered as bf16: {reason}." for reason in plan.staged),
     )
 
 
 def _collectives(plan: Plan) -> list[str]:
     rows = [
         (
-            f"{one.operation} over {one.axis} ({one.size} ranks)"
-            + (", if routed evenly" if one.even else ""),
-            f"{one.count:,}",
-            size_text(one.nbytes),
-            size_text(one.wire_bytes),
+            f"{calls.operation} over {calls.axis} ({calls.size} ranks)"
+            + (", if routed evenly" if calls.even else ""),
+            f"{calls.count:,}",
+            size_text(calls.nbytes),
+            size_text(calls.wire_bytes),
         )
-        for one in plan.collectives
+        for calls in plan.collectives
     ]
     return _table(
         "Collectives per step and rank",
         ("", "count", "buffers", "sent"),
         rows or [("none", "0", "0 B", "0 B")],
-        "buffers: whole ones, as comm.record() counts; sent: what leaves the rank."
-        + (" Rows to experts: as if all got as many." if plan.traffic.even else ""),
+        "buffers: bytes of whole buffers, as comm.record() counts; sent: bytes that leave the rank."
+        + (" Rows of experts: as if all experts got as many." if plan.traffic.even else ""),
     )
 
 

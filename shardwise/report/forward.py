@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward of a planned step: the model's own, or a sketch that calls units as the model would.
 
-    forward     root( embedding  1( )  2( )  3( )  norm, head )       in registration order
-    backward    what each of them read, in reverse, brings its gradient
+    forward     root( embedding  1( )  2( )  3( )  norm, head )       in order of registration
+    backward    the same parameters in reverse order, each with its gradient
 
-A sketch computes nothing; autograd, checkpoints and the units do the rest, as in a run. It assumes
-that units run in the order in which they are registered, each once, and that every trainable
-parameter gets a gradient.
+A sketch computes nothing. Autograd, checkpoints and the units work as in a run. A sketch assumes
+that each unit runs once, in the order of registration, and that every trainable parameter gets a
+gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwise.shard.whole_parameter import AUTOGRADS
 
 
 def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
-    """The model's own."""
+    """Run the model's own forward."""
     root = unit_of(model)
     assert root is not None
     before = root.runtime.forward
@@ -42,7 +42,7 @@ def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor
         value = loss(model)
     if root.runtime.forward == before:
         raise ValueError(
-            "dry_run: loss must call the model that it is given: this is a copy, which is wrapped"
+            "dry_run: loss must call the model that it is given, which is a wrapped copy"
         )
     return value
 
@@ -51,7 +51,7 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
     """A forward that calls the units of a wrapped model."""
     root, recomputed = branch_of(model), recomputed_modules(model)
 
-    def within(own: Own) -> bool:
+    def is_recomputed(own: Own) -> bool:
         return not recomputed.isdisjoint(map(id, own.modules))
 
     def call(branch: Branch, hidden: Tensor, again: bool) -> Tensor:
@@ -61,7 +61,7 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
                 inside = again or id(part.module) in recomputed
                 hidden = _run(inside and not again, call, part, hidden, inside)
                 continue
-            for inside, run in groupby(part, within):
+            for inside, run in groupby(part, is_recomputed):
                 hidden = _run(inside and not again, _apply, _Work(branch.unit, list(run)), hidden)
         return branch.unit.post_forward(hidden)  # type: ignore[no-any-return]
 
@@ -71,23 +71,25 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
 def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
     if not again:
         return function(*args)
-    made = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return made  # type: ignore[no-any-return]
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 class _Work:
-    """Parameters of one unit that are read one after another."""
+    """Consecutive parameters of one unit."""
 
     def __init__(self, unit: Unit, parameters: list[Own]) -> None:
         self.unit, self.parameters = unit, parameters
+        self._coded: list[tuple[FP8Group, int]] = [
+            (own.group, own.key[1]) for own in parameters if isinstance(own.group, FP8Group)
+        ]
 
     @property
     def trains(self) -> bool:
         return any(own.leaf.requires_grad for own in self.parameters)
 
     def forward(self) -> None:
-        """Read planes as products do, which decode them in memory that is kept."""
-        for group, index in self._coded():
+        """Read planes as products do. Products decode planes into memory that is kept."""
+        for group, index in self._coded:
             shape, dtype = group.items[index].shape, group.whole.dtype
             if "backward" in READS[group.format] and len(shape) == 2:
                 row = torch.empty(1, shape[1], dtype=dtype, device=META)
@@ -97,9 +99,9 @@ class _Work:
                 group.plane(index, "forward")
 
     def backward(self) -> None:
-        """Bring gradients in reverse. A kernel writes those of its module before autograd tells of
-        any of them."""
-        for group, index in self._coded():
+        """Report gradients in reverse order. A kernel writes all gradients of its module before
+        autograd reports one of them."""
+        for group, index in self._coded:
             if "backward" in READS[group.format]:
                 group.plane(index, "backward")
         written: list[Own] = []
@@ -122,24 +124,21 @@ class _Work:
             self.unit.arrived(own.key)
         parameters.clear()
 
-    def _coded(self) -> list[tuple[FP8Group, int]]:
-        return [(o.group, o.key[1]) for o in self.parameters if isinstance(o.group, FP8Group)]
-
 
 @cache
 def _gradient(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A gradient without values, the same for all parameters that are alike."""
+    """A gradient without values, shared by all parameters of this shape and dtype."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _apply(work: _Work, hidden: Tensor) -> Tensor:
-    # A leaf that every backward of a wrapped model reaches stands for those that are trained.
+    # The sentinel, a leaf that every backward of a wrapped model reaches, stands for parameters.
     trained = sentinel if work.trains else torch.empty(0)
     return _Sketched.apply(work, hidden, trained)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Sketched(torch.autograd.Function):
-    """Work that only its parameters notice."""
+    """Runs a :class:`_Work` as a node of autograd."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, hidden: Tensor, trained: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ class _Sketched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
-        ctx.saved_tensors  # noqa: B018  # a checkpoint runs forward once more for them
+        ctx.saved_tensors  # noqa: B018  # makes a checkpoint run forward again
         ctx.work.backward()
         return None, grad, None
 
@@ -161,18 +160,18 @@ COUNT, WEIGHT = 8, 4  # bytes of a count of rows, and of a router's weight
 
 
 def traffic_of(model: nn.Module, options: Options, tokens: int) -> Traffic:
-    """The collectives that routers, and rows on their way to experts, add to a step:
+    """The collectives that routers and the rows of experts add to a step:
 
-        router     counts of all ranks for the balance term, and for biases   all_reduce over world
-        dispatch   how many rows come                                         all_to_all over ep
-                   rows and their weights, there; rows back; gradients the other way
+        router     counts of all ranks for the balance loss and for biases   all_reduce over world
+        dispatch   the numbers of rows                                        all_to_all over ep
+                   rows and their weights to experts; rows back; their gradients
 
-    ``tokens``: of one microbatch on one rank. How many bytes of rows leave a rank depends on what
-    its tokens choose: they are planned as if every expert got as many, and kept apart. Routers
-    count over all ranks of the mesh, as ``MixtureOfExperts.spread(axis, tokens)`` has them do in
-    the trainer.
+    ``tokens``: of one microbatch on one rank. The bytes of rows that leave a rank depend on the
+    choices of its tokens. They are planned as if every expert got as many rows, and listed
+    separately. Routers count over all ranks of the mesh, as the trainer sets them up with
+    ``MixtureOfExperts.spread(axis, tokens)``.
     """
-    found, mesh, microbatches = Traffic(), options.mesh, options.microbatches
+    traffic, mesh, microbatches = Traffic(), options.mesh, options.microbatches
     again = recomputed_modules(model)
     for layer in mixtures_of(model):
         forwards = microbatches * (2 if id(layer) in again else 1)
@@ -180,13 +179,13 @@ def traffic_of(model: nn.Module, options: Options, tokens: int) -> Traffic:
         balances = forwards * bool(routing.balance_loss) + bool(routing.bias_rate)
         if mesh.num_ranks > 1 and balances:
             nbytes = 4 * routing.num_experts
-            found.known[Call("all_reduce", "world", mesh.num_ranks, nbytes)] += balances
+            traffic.known[Call("all_reduce", "world", mesh.num_ranks, nbytes)] += balances
         if ep > 1:
             leaving = routing.num_experts - layer.experts.num_experts
-            found.known[Call("all_to_all", "ep", ep, COUNT * leaving)] += forwards
+            traffic.known[Call("all_to_all", "ep", ep, COUNT * leaving)] += forwards
             width = options.precision.compute_dtype(layer.router.weight.dtype).itemsize
             row, rows = layer.experts.hidden * width, tokens * routing.experts_per_token
             away = rows - rows // ep
-            found.even[Call("all_to_all", "ep", ep, away * row)] += 2 * (forwards + microbatches)
-            found.even[Call("all_to_all", "ep", ep, away * WEIGHT)] += forwards + microbatches
-    return found
+            traffic.even[Call("all_to_all", "ep", ep, away * row)] += 2 * (forwards + microbatches)
+            traffic.even[Call("all_to_all", "ep", ep, away * WEIGHT)] += forwards + microbatches
+    return traffic

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: a run on one page, from its ``events.jsonl`` alone; or several runs.
+"""``report.html``: one page about a run, or about several runs, from ``events.jsonl`` alone.
 
     events.jsonl  -->  loss.svg      for a README or a message
                   -->  report.html   everything, self-contained: offline, dark and light
 
-What an events file does not hold is left out. What is damaged there is left out with a note: a line
-that was cut off, an event of other types, a part of the page that can't be drawn from what is left.
+The page leaves out everything that the events file does not contain. It also leaves out, with a
+note, everything damaged: an incomplete line, an event with wrong types, a part of the page that
+cannot be drawn from the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
 EVENTS = "events.jsonl"
 _HAPPENINGS = ("resume", "save", "skip", "note", "warning", "error", "stop", "end")
-SHOWN = 40  # of them
+SHOWN = 40  # rows of _HAPPENINGS
 
 
 def write_report(run_directory: str | Path) -> Path:
@@ -42,7 +43,7 @@ def write_report(run_directory: str | Path) -> Path:
     path = folder / EVENTS
     events, notes = _read(path)
     if not events:
-        raise ValueError(f"{path} holds no events yet: let the run begin first")
+        raise ValueError(f"{path} holds no events yet: wait for the first step of the run")
     drawn = report_html(events, folder.resolve().name, notes)
     if (picture := _part("the loss", loss_svg, events, notes=[])) is not None:
         _write(folder / "loss.svg", picture)
@@ -57,14 +58,14 @@ def read_events(path: Path) -> list[Event]:
 
 
 def _read(path: Path) -> tuple[list[Event], list[str]]:
-    """The sound events, and a note about lines that hold none."""
-    found, damaged = [], []
+    """The sound events, and a note about damaged lines."""
+    events, damaged = [], []
     if not path.exists():
         raise ValueError(
-            f"{path.parent} holds no {path.name}: name the directory of a run, the one that was "
-            f"printed when it began"
+            f"{path.parent} holds no {path.name}: name the directory of a run, which is printed "
+            f"when the run begins"
         )
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # reading a pipe would block
         raise ValueError(f"{path} is no regular file: move it away")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for at, line in enumerate(lines, start=1):
@@ -74,17 +75,17 @@ def _read(path: Path) -> tuple[list[Event], list[str]]:
         except (ValueError, RecursionError):
             sound = False
         if sound:
-            found.append(event)
+            events.append(event)
         elif line.strip():
             damaged.append(at)
-    # The last line may be one that was being written when somebody pulled the plug.
+    # The last line may be incomplete because the run was killed while it wrote.
     if not damaged or damaged == [len(lines)]:
-        return found, []
+        return events, []
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if damaged[10:] else "")
-    return found, [f"damaged events are left out (lines {shown})"]
+    return events, [f"damaged events are left out (lines {shown})"]
 
 
-# Fields that are objects wherever they are given.
+# Fields that must be objects, by the kind of event.
 _OBJECTS = {
     "run": ("config", "corpus", "model", "weights", "versions", "mesh"),
     "plan": ("plan",),
@@ -92,8 +93,9 @@ _OBJECTS = {
 
 
 def _is_sound(event: Any) -> bool:
-    """Whether an event is of the types that every reader counts on."""
-    if not isinstance(event, dict) or not isinstance(kind := event.get("kind"), str):
+    """Whether the fields of an event have the types that every reader expects."""
+    kind = event.get("kind") if isinstance(event, dict) else None
+    if not isinstance(kind, str):
         return False
     if kind in ("step", "eval", "save", "resume", "skip") and "step" in event:
         step = event["step"]
@@ -103,16 +105,16 @@ def _is_sound(event: Any) -> bool:
 
 
 def _part(what: str, draw: Callable[..., Made], *values: Any, notes: list[str]) -> Made | None:
-    """The result of ``draw``, or a note that the events do not hold what it needs."""
+    """The result of ``draw``, or None and a note if its events are damaged."""
     try:
         return draw(*values)
-    except Exception as error:  # events are whatever the file holds
+    except Exception as error:  # an events file may contain anything
         notes.append(f"{what} is left out: its event is damaged ({type(error).__name__}: {error})")
         return None
 
 
 def loss_svg(events: Sequence[Event]) -> str | None:
-    """The loss picture as a file of its own; None where no step has a loss."""
+    """The loss picture as a standalone file; None if no step has a loss."""
     canvas = loss_canvas(events)
     return None if canvas is None else canvas.render()
 
@@ -120,7 +122,8 @@ def loss_svg(events: Sequence[Event]) -> str | None:
 def report_html(
     events: Sequence[Event], name: str = "shardwise run", notes: list[str] | None = None
 ) -> str:
-    """The whole page of a run of this name. What had to be left out is on it, and in ``notes``."""
+    """The page of a run with this name. Notes about damaged parts are on the page, and are added to
+    ``notes``."""
     notes = [] if notes is None else notes
 
     def part(what: str, draw: Callable[..., str], *values: Any) -> str:
@@ -155,10 +158,10 @@ def report_html(
         _preformatted("A sample", str((_last(events, "sample") or {}).get("text", ""))),
         _preformatted("The plan of a step", text),
     ]
-    apart = {"config": "Configuration", "weights": "Weights in MXFP8", "corpus": "Corpus"}
-    apart["versions"] = "Versions"
-    rest = {key: value for key, value in run.items() if key not in (*apart, "kind")}
-    for title, values in [*((apart[key], run.get(key)) for key in apart), ("Run", rest)]:
+    tables = {"config": "Configuration", "weights": "Weights in MXFP8", "corpus": "Corpus"}
+    tables["versions"] = "Versions"
+    rest = {key: value for key, value in run.items() if key not in (*tables, "kind")}
+    for title, values in [*((tables[key], run.get(key)) for key in tables), ("Run", rest)]:
         parts.append(part(title, _table, title, values or {}))
     parts.append(part("what happened", _happenings, events))
     parts += [f"<p>{escape(note)}</p>" for note in notes]
@@ -170,7 +173,7 @@ def framed(canvases: Iterable[Canvas]) -> str:
 
 
 def either(straight: str, by_logarithm: str) -> str:
-    """Two pictures of the same, of which the page shows one."""
+    """Two pictures of the same figures; a button selects which of the two the page shows."""
     if not straight or not by_logarithm:
         return straight
     return (
@@ -190,7 +193,7 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
             raise ValueError(f"{folder} is named twice: name each run once")
         runs[name], found = _read(folder / EVENTS)
         notes += [f"{name}: {note}" for note in found]
-    # All runs by the same loss: the held-out one where each has a curve of it.
+    # The same loss for all runs: held out, if every run has a curve of the held-out loss.
     evaluated = all(len(events_of(events, "eval")) > 1 for events in runs.values())
     both = [
         _part("the losses", partial(losses_canvas, evaluated=evaluated, log=log), runs, notes=notes)
@@ -215,7 +218,7 @@ def _grid(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -
 
 
 def _lines(title: str, rows: Iterable[Sequence[str]], head: str = "") -> str:
-    """A table, the first cell of each row its name; nothing where there are no rows."""
+    """A table; the first cell of each row is its name. Empty if there are no rows."""
     body = "".join(
         f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for name, *cells in rows
@@ -283,7 +286,7 @@ def _page(name: str, parts: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body>"
-        # not display:none, which would take the patterns away from the pictures
+        # not display:none, because then the pictures could not use the patterns
         f'<svg width="0" height="0" class="defs" aria-hidden="true">{HATCHES}</svg><main>'
         f"{''.join(part for part in parts if part)}</main>"
         f"<script>{_SCRIPT}</script></body></html>\n"
@@ -294,15 +297,13 @@ def _page(name: str, parts: Iterable[str]) -> str:
 
 
 def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
-    found = figures_of(events)
-    exposed = number(profile.get("exposed"))
-    if exposed is not None:
-        found["communication exposed"] = f"{100 * exposed:.1f} %"
-    idle = number(profile.get("idle"))
-    if idle is not None:
-        found["GPU idle, profiled"] = f"{100 * idle:.1f} %"
-    cells = (f"<div><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in found.items())
-    return f'<div class="figures">{"".join(cells)}</div>' if found else ""
+    figures = figures_of(events)
+    for field, words in (("exposed", "communication exposed"), ("idle", "GPU idle, profiled")):
+        share = number(profile.get(field))
+        if share is not None:
+            figures[words] = f"{100 * share:.1f} %"
+    cells = (f"<div><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in figures.items())
+    return f'<div class="figures">{"".join(cells)}</div>' if figures else ""
 
 
 def _happenings(events: Iterable[Event]) -> str:
@@ -332,12 +333,12 @@ def _last(events: Sequence[Event], kind: str) -> Event | None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Whole or not at all: a reader never finds half a page."""
+    """Write a file atomically, so that a reader never sees half a page."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        error.filename = str(path)  # the name that the user knows
+        error.filename = str(path)  # the user does not know the temporary name
         raise
     partial.replace(path)
     return path
@@ -357,7 +358,7 @@ def _final(kind: str, field: str) -> Find:
 
 
 def _ranked(field: str, share: float) -> Find:
-    """The value that so large a share of steps does not exceed: 0.5 is the median."""
+    """The quantile ``share`` of a field of steps: 0.5 is the median."""
 
     def find(events: Sequence[Event]) -> float | None:
         values = [v for e in events_of(events, "step") if (v := number(e.get(field))) is not None]
@@ -381,19 +382,19 @@ FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
 
 
 def figures_of(events: Sequence[Event]) -> dict[str, str]:
-    """The few numbers that people ask for first, those that a run has."""
-    found = ((words, find(events), text) for words, (find, text) in FIGURES.items())
-    return {words: text(value) for words, value, text in found if value is not None}
+    """The most important numbers of a run, as far as the run has them."""
+    values = {words: find(events) for words, (find, _) in FIGURES.items()}
+    return {words: FIGURES[words][1](value) for words, value in values.items() if value is not None}
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """A row for each name that any column has."""
-    names = dict.fromkeys(name for one in columns for name in one)
-    return {name: [one.get(name, "") for one in columns] for name in names}
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name, "") for column in columns] for name in names}
 
 
 def _differences(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
-    """The fields of the configurations that are not the same in all runs."""
+    """The fields of the configurations that differ between runs."""
     rows = _rows([_settings(events) for events in runs.values()])
     return {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
 
@@ -402,4 +403,4 @@ def _settings(events: Sequence[Event]) -> dict[str, str]:
     run = _last(events, "run") or {}
     kept = {"world_size": run.get("world_size"), "versions": run.get("versions")}
     flat = flattened((run.get("config") or {}) | kept).items()
-    return {name: one if isinstance(one, str) else json.dumps(one) for name, one in flat}
+    return {name: v if isinstance(v, str) else json.dumps(v) for name, v in flat}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix optimizer's plan over all ranks: work, balance, momenta, who sends most.
+"""A matrix optimizer's work over all ranks: FLOPs, balance, momenta, bytes sent.
 
-A matrix has one owner, so with fewer matrices than ranks some have nothing to do, and the step
-takes as long as the busiest: that is the balance.
+A matrix has one owner, so with fewer matrices than ranks some ranks have nothing to do. The step
+takes as long as on the busiest rank. The balance is the mean load relative to the largest load.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class Orthogonalisation:
     total: int  # FLOPs of all ranks together
     busiest: int
     idlest: int
-    balance: float  # 1.0: every rank computes as long as the busiest one
+    balance: float  # 1.0: all ranks compute equally long
     num_whole: int  # matrices that lie whole on one rank
-    whole_price: str = ""  # what it would cost to have all of them whole, where that is a choice
+    whole_price: str = ""  # the cost of storing all matrices whole, if the user can choose that
+
+    @property
+    def cuts_matrices(self) -> bool:
+        return self.num_whole < self.num_matrices
 
 
 def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:
@@ -56,7 +60,7 @@ def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogon
 
 
 def _count(groups: Sequence[MatrixGroup], num_ranks: int, *, whole: bool) -> int:
-    """All matrices, or those that lie whole on one rank."""
+    """The number of all matrices, or of the matrices that lie whole on one rank."""
     return sum(
         num_ranks // num_holders(group.sharding) * len(matrix.shapes)
         for group in groups
@@ -70,59 +74,56 @@ def ownership(group: MatrixGroup) -> Ownership:
 
 
 def num_holders(sharding: Sharding) -> int:
-    """How many ranks the matrices are spread over: fewer than all where experts are spread too."""
+    """The number of ranks that share the matrices; for spread experts, a part of all ranks."""
     return math.prod(sharding.sizes)
 
 
 def by_rank(sharding: Sharding, figures: Figures, num_ranks: int) -> list[int]:
-    """The figure of every rank of the world; neighbours that hold different experts have the
-    same."""
+    """The figure of every rank of the world; neighbours with different experts have the same."""
     places = ranks_by(sharding.sizes, sharding.sharded)
-    own = [figures.get(place, 0) for place in places]
-    return [figure for figure in own for _ in range(num_ranks // len(own))]
+    return [figures.get(place, 0) for place in places for _ in range(num_ranks // len(places))]
 
 
 def summed(lists: Iterable[Sequence[int]]) -> list[int]:
-    """The sums, by rank, of figures by rank."""
+    """The sum of several lists of figures by rank."""
     return [sum(figures) for figures in zip(*lists, strict=True)]
 
 
 def _flops(group: MatrixGroup) -> Counter[tuple[int, int]]:
-    found: Counter[tuple[int, int]] = Counter()
+    flops: Counter[tuple[int, int]] = Counter()
     for matrix, owner in zip(ownership(group).matrices, ownership(group).owners, strict=True):
-        found[owner] += _flops_of(matrix.shapes)
-    return found
+        flops[owner] += _flops_of(matrix.shapes)
+    return flops
 
 
 @cache
 def _flops_of(shapes: tuple[tuple[int, int], ...]) -> int:
-    """The FLOPs of matrices of these (rows, columns)."""
+    """The FLOPs for matrices with these (rows, columns)."""
     settings = MuonSettings()
     return sum(cost(rows, cols, settings.polynomial, settings.form) for rows, cols in shapes)
 
 
 def momenta(group: MatrixGroup, tensors: int) -> Counter[tuple[int, int]]:
-    """Bytes of momenta on each (replica, rank), of which ``tensors`` belong to a matrix."""
-    widths = [tensors * one.parameter.itemsize for one in group.members]
-    held: Counter[tuple[int, int]] = Counter()
-    for matrix, (replica, _) in zip(
-        ownership(group).matrices, ownership(group).owners, strict=True
-    ):
+    """Bytes of momenta on each (replica, rank), with so many tensors for a matrix."""
+    widths = [tensors * member.parameter.itemsize for member in group.members]
+    nbytes: Counter[tuple[int, int]] = Counter()
+    plan = ownership(group)
+    for matrix, (replica, _) in zip(plan.matrices, plan.owners, strict=True):
         for rank, lo, hi in matrix.pieces:
-            held[replica, rank] += (hi - lo) * widths[matrix.parameter]
-    return held
+            nbytes[replica, rank] += (hi - lo) * widths[matrix.parameter]
+    return nbytes
 
 
 def heaviest(groups: Sequence[MatrixGroup], num_ranks: int) -> int:
-    """The rank that sends most between shards and replicas. It receives as much: what a rank
-    sends on one leg of an exchange it receives on the other."""
+    """The rank that sends most between shards and replicas. It receives as much, because the second
+    half of an exchange reverses the first half."""
     sent = summed([by_rank(group.sharding, _sent(ownership(group)), num_ranks) for group in groups])
     return sent.index(max(sent))
 
 
 def _sent(plan: Ownership) -> Figures:
-    """Elements that each (replica, rank) sends there and back."""
-    cuts: dict[int, NDArray[numpy.int64]] = {}  # what each rank stores of matrices cut alike
+    """Elements that each (replica, rank) sends, to owners and back."""
+    cuts: dict[int, NDArray[numpy.int64]] = {}  # elements on each rank, for matrices cut alike
     computed = numpy.zeros((plan.num_replicas, plan.num_shards), numpy.int64)
     sent = numpy.zeros_like(computed)
     for matrix, (replica, owner) in zip(plan.matrices, plan.owners, strict=True):
@@ -132,9 +133,9 @@ def _sent(plan: Ownership) -> Figures:
             cut = numpy.bincount(holders, high - low, plan.num_shards).astype(numpy.int64)
             cuts[id(matrix.pieces)] = cut
         computed[replica] += cut
-        sent[replica, owner] += matrix.numel - 2 * cut[owner]  # what it sends, less what it keeps
+        sent[replica, owner] += matrix.numel - 2 * cut[owner]  # a rank keeps its own elements
     sent += computed
-    if plan.num_replicas > 1:  # gradients to other replicas, updates to all of them
+    if plan.num_replicas > 1:  # gradients to other replicas, updates to all other replicas
         sent += computed.sum(0) - computed + (plan.num_replicas - 1) * computed
     rows = enumerate(sent.tolist())
     return {(replica, rank): numel for replica, row in rows for rank, numel in enumerate(row)}

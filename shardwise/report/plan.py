@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan``: what a model, a mesh and a strategy will take on each rank, to the byte, before a run.
+"""``plan``: the memory and the collectives of each rank, to the byte, before a run.
 
     model  -->  a copy, wrapped  -->  runtime, optimizer  -->  one step  -->  Plan
                 units.py              engine.py                forward.py
 
-No process group and no memory: the library itself runs as one rank of a pretended mesh, and its
-ledger and ``comm.record()`` are read as in a run. With a batch the model's own forward is followed
-too: activations.py.
+A plan needs no process group and no memory. The library itself runs as one rank of a pretended
+mesh, and the plan reads its ledger and ``comm.record()``, as in a run. With a batch the model's own
+forward runs too, and its activations are counted: activations.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from shardwise.shard.formats import staged_because
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
 
-TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
+TOKENS = (1, 8)  # shape of the default batch; parameters and gradients do not depend on it
 
 
 def plan(
@@ -87,38 +87,38 @@ def plan(
     """Plan one training step of ``model`` on one rank of a mesh.
 
     Args:
-        model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read,
-            and ``model.recomputed``, where it has that: the modules that it checkpoints.
-            One that ``fully_shard`` has wrapped is planned in the units that it has.
-            Where experts are spread over ranks, one rank's share of them
-            (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold
-            different ones.
+        model: best built under ``torch.device("meta")``. Only names, shapes and dtypes are read,
+            and ``model.recomputed`` if it exists: the modules that run under activation
+            checkpointing. A model that ``fully_shard`` has wrapped is planned with its units.
+            If experts are spread over ranks, the model has one rank's share of the experts
+            (``MixtureOfExperts.keep_share``): neighbours on the inner axis hold different shares.
         mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``;
-            or sizes alone, for axes of these names: ``(2, 4)``. With ``"tp": 2`` inside of them the
-            plan is of one rank's tiles, and counts what is sent over the data-parallel axes; the
-            model is a GPT, or cut by ``parallelize_module``.
+            or sizes alone, for axes with these names: ``(2, 4)``. With ``"tp": 2`` the plan is for
+            the tiles of one rank, and counts bytes sent over the data-parallel axes; the model is a
+            GPT, or was cut by ``parallelize_module``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
         optimizer: "adamw", "none", or a matrix optimizer ("muon", "soap", ...) with AdamW for the
-            rest.
+            other parameters.
         microbatches: backward passes per optimizer step.
-        wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
-        bucket_mb: as given to ``data_parallel``: plan that instead, the whole model in buckets.
-        gather_in_step: as given to ``fully_shard`` (``overlap_gather="step"`` of the other), with
-            ``sw.optimizer``: matrices are exchanged in waves, and weights are gathered by the step
-            that updates them, not by a forward.
-        device: "cuda" or "cpu". Matrices are weighed as there: by what was measured, or by
-            operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
-            the peak of gradients that accumulate over an outer axis.
-        memory: bytes of a rank. What does not fit gets suggestions, each of them planned.
-        rank: whose collectives, where a matrix optimizer gives ranks different work; default: the
-            one that sends most between shards.
-        tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
-            if every expert got as many, since only tokens will tell.
+        wrap: the modules given to ``fully_shard``; default: the modules of :func:`wrap_units`.
+        bucket_mb: as given to ``data_parallel``, which is planned instead of ``fully_shard``: the
+            whole model in buckets.
+        gather_in_step: as given to ``fully_shard`` (in ``data_parallel``:
+            ``overlap_gather="step"``), with ``sw.optimizer``: matrices are exchanged in waves, and
+            the step that updates weights gathers them, not a forward.
+        device: "cuda" or "cpu". The cost of a matrix is a measured time on "cuda", and a number of
+            operations on "cpu". A reduction is issued whole on a GPU and piece by piece on a CPU;
+            this changes the peak of gradients that accumulate over an outer axis.
+        memory: bytes of a rank. A plan that does not fit has suggestions; each was planned.
+        rank: the rank whose collectives are planned, if a matrix optimizer gives ranks different
+            work; default: the rank that sends most between shards.
+        tokens: of one microbatch on one rank. Then the collectives of routers and of rows are
+            planned too, as if every expert got as many rows: the real numbers depend on the tokens.
         batch: (sequences, tokens of each) of one microbatch on one rank. ``model(tokens, targets)``
-            is then followed on the meta device, so that activations are in the plan, and with
+            then runs on the meta device, so that the plan includes activations, and with
             ``memory`` the largest microbatch that fits. Implies ``tokens``.
-        loss: runs the own forward of the model that it is given, a copy on the meta device, and
-            returns what backward starts from (``dry_run``); without it, and without a batch, a
+        loss: runs the forward of its argument, a copy of the model on the meta device, and returns
+            the tensor from which backward starts (``dry_run``). Without a loss and a batch, a
             sketch calls the units.
     """
     if batch is not None:
@@ -130,16 +130,21 @@ def plan(
     if batch is not None or loss is not None:
         problems += _forward_problems(model)
     if rank is not None and not 0 <= rank < mesh.num_ranks:
-        problems.append(f"rank {rank} of a mesh of {mesh.num_ranks}: name one that exists")
+        problems.append(
+            f"rank {rank} of a mesh of {mesh.num_ranks}: choose a rank from 0 to "
+            f"{mesh.num_ranks - 1}"
+        )
     if problems:
         raise ValueError(f"plan: {'; '.join(problems)}")
-    label, whole = name or type(model).__name__, sum(p.numel() for p in model.parameters())
+    label = name or type(model).__name__
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if tp > 1:
         model = planned_tiles(model, tp)
     if bucket_mb is not None and (wrap is not None or grain not in GRAINS):
         raise ValueError(
-            "plan: wrap and grains are fully_shard's, and bucket_mb is data_parallel's, which "
-            "takes the whole model, and of grains 'tensor' and ROW alone: give one or the other"
+            "plan: bucket_mb plans data_parallel, which wraps the whole model and knows the grains "
+            "'tensor' and ROW alone; wrap and other grains belong to fully_shard. Leave out "
+            "bucket_mb, or wrap and grain"
         )
     options = Options(
         mesh=mesh,
@@ -159,29 +164,25 @@ def plan(
     source = ToWrap(model, modules_to_wrap(model, wrap), list(ignored_params), grain)
     step = _Step(source, label, loss)
     made = step.plan(options, rank, search=batch is not None and memory is not None)
-    work, chosen = made.matrices, bucket_mb is not None and grain is None
-    if chosen and work is not None and work.num_whole < work.num_matrices:
-        # Of this plan alone, not of the changes that are suggested: it wraps the model once more.
+    work = made.matrices
+    if bucket_mb is not None and grain is None and work is not None and work.cuts_matrices:
+        # Only for this plan, not for suggested changes: the price wraps the model once more.
         price = price_of_whole(source, options)
         made = replace(made, matrices=replace(work, whole_price=price))
-    if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
-        made = replace(made, num_parameters=whole, matrices=None)
+    if tp > 1:  # the optimizer chooses how to orthogonalise tiles; this is not planned
+        made = replace(made, num_parameters=num_parameters, matrices=None)
     if tokens is not None:
         made = replace(made, traffic=traffic_of(model, options, tokens))
     if made.fits is not False:
         return made
     if batch is not None and made.largest == 0:
-        # Not even one sequence fits: a change is tried with that, the least there is.
-        batch = (1, batch[1])
-    tried = replace(options, batch=batch)
+        # Not even one sequence fits: try changes with one sequence.
+        options = replace(options, batch=(1, batch[1]))
 
     def again(**changes: Any) -> Plan:
-        kept = SHARD not in changes.get("placements", options.placements).compute
-        buckets = bucket_mb if kept else None
-        changed = replace(
-            tried, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
-        )
-        return step.plan(changed, rank)
+        if SHARD in changes.get("placements", options.placements).compute:
+            changes |= {"gather_in_step": False, "bucket_mb": None}
+        return step.plan(replace(options, **changes), rank)
 
     return replace(made, suggestions=tuple(suggest(made, again)))
 
@@ -197,20 +198,20 @@ def dry_run(
 ) -> Plan:
     """A plan whose step runs the model's own forward, on meta tensors.
 
-    A plan takes units to run in the order in which they are registered, and every trainable
-    parameter to get a gradient. A dry run knows; where both is as taken, the two agree to the byte.
-    The model must be on the meta device, and is left as it was.
+    A plan assumes that units run in the order of their registration, and that every trainable
+    parameter gets a gradient. A dry run does not. Where both assumptions are true, a plan and a dry
+    run agree to the byte. The model must be on the meta device, and is not changed.
 
     Args:
-        rank: which rank of the mesh this process poses as.
-        loss: runs the forward of the model that it is given, a wrapped copy, and returns what
-            ``backward`` starts from; default: the sum of the outputs for a batch of token ids.
-        options: those of ``plan``.
+        rank: the rank of the mesh whose work is planned.
+        loss: runs the forward of its argument, a wrapped copy of the model, and returns the tensor
+            from which backward starts; default: the sum of the outputs for a batch of token ids.
+        options: the options of ``plan``.
     """
     if mesh_shape.get("tp", 1) > 1:
         raise ValueError(
-            f"dry_run: tp={mesh_shape['tp']}: the model's own forward would need the other ranks "
-            f"of tensor parallelism; plan without a dry run"
+            f"dry_run: tp={mesh_shape['tp']}: the model's own forward needs the other ranks of "
+            f"tensor parallelism. Use plan instead"
         )
     loss = loss or _sum_of_outputs
     made = plan(model, mesh_shape, placements, rank=rank, loss=loss, **options)
@@ -228,26 +229,26 @@ def _sum_of_outputs(model: nn.Module) -> Tensor:
     map_tensors(collect, model(torch.zeros(TOKENS, dtype=torch.int64)))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} gave no output that needs a gradient for token ids of shape "
+            f"no output of {type(model).__name__} requires a gradient, for token ids of shape "
             f"{TOKENS}: pass loss, a function of the model"
         )
     return sum((tensor.float().sum() for tensor in found[1:]), found[0].float().sum())
 
 
 def _forward_problems(model: nn.Module) -> list[str]:
-    """Why the model's own forward, which a batch and a dry run follow, cannot be run."""
+    """The reasons why the model's own forward cannot run, as a batch and a dry run need."""
     problems = []
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     if not plain or not all(parameter.is_meta for parameter in model.parameters()):
         problems.append(
-            "the model, whose own forward is run, must be neither wrapped nor real, and some of "
-            "its parameters are not on the meta device: build another one under "
+            "the model, whose own forward runs, must be neither wrapped nor real, but some of its "
+            "parameters are wrapped, or are not on the meta device: build another model under "
             "torch.device('meta')"
         )
     if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
         problems.append(
             "experts are spread over ranks, and rows without values cannot be routed between "
-            "them: plan without a dry run, and give tokens instead of a batch"
+            "ranks: use plan instead of a dry run, with tokens instead of a batch"
         )
     return problems
 
@@ -259,7 +260,7 @@ def _loss_of(batch: tuple[int, int], model: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class _Step:
-    """All of a plan but its options."""
+    """A model to plan; the options vary."""
 
     source: ToWrap
     label: str
@@ -267,11 +268,15 @@ class _Step:
 
     def plan(self, options: Options, rank: int | None, search: bool = False) -> Plan:
         """``search``: also look for the largest microbatch that fits."""
-        with _no_garbage():
-            return self._plan(options, rank, search)
+        with _no_garbage(), separate_ledger() as ledger:
+            engine = Engine(options, ledger, self.source.wrapped(options, rank or 0))
+            if rank is None and engine.matrix_groups:
+                engine.pose_as(heaviest(engine.matrix_groups, options.mesh.num_ranks))
+            made = self._figures(engine)
+            return replace(made, largest=self._largest(engine, made)) if search else made
 
     def _measure(self, engine: Engine, batch: tuple[int, int] | None) -> Measured:
-        """A step whose forward is the model's own, or a sketch of it."""
+        """Measure a step whose forward is the model's own, or a sketch of it."""
         loss = self.loss
         if batch is not None:
             engine.follower = Follower(engine.model, engine.ledger)
@@ -281,7 +286,7 @@ class _Step:
         return engine.measure(partial(own_forward, loss, engine.model))
 
     def _largest(self, engine: Engine, made: Plan) -> int:
-        """The most sequences of a microbatch that fit: the units stay, and walk more steps."""
+        """The largest number of sequences that fits. The same units run more steps."""
         options = made.options
         assert options.batch is not None and options.memory is not None
         first, length = options.batch
@@ -293,18 +298,10 @@ class _Step:
 
         return largest(total, options.memory, first, made.total - made.activations)
 
-    def _plan(self, options: Options, rank: int | None, search: bool) -> Plan:
-        with separate_ledger() as ledger:
-            engine = Engine(options, ledger, self.source.wrapped(options, rank or 0))
-            if rank is None and engine.matrix_groups:
-                engine.pose_as(heaviest(engine.matrix_groups, options.mesh.num_ranks))
-            return self._figures(engine, search)
-
-    def _figures(self, engine: Engine, search: bool) -> Plan:
+    def _figures(self, engine: Engine) -> Plan:
         options, matrices = engine.options, engine.matrix_groups
-        found, units = self._measure(engine, options.batch), _units(engine)
-        work = orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None
-        made = Plan(
+        measured, units = self._measure(engine, options.batch), _units(engine)
+        return Plan(
             model=self.label,
             num_parameters=sum(
                 len(unit.names) * unit.ep * group.layout.payload
@@ -315,20 +312,19 @@ class _Step:
             source="plan",
             units=units,
             optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-            matrices=work,
+            matrices=orthogonalisation(matrices, options.mesh.num_ranks) if matrices else None,
             divisions={
-                one.name: division
-                for one in engine.routes
-                if (division := division_of(one.parameter)) is not None
+                routed.name: division
+                for routed in engine.routes
+                if (division := division_of(routed.parameter)) is not None
             },
-            **vars(found),
+            **vars(measured),
         )
-        return replace(made, largest=self._largest(engine, made)) if search else made
 
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Everything that a plan makes lives until its end: looking for garbage would find none."""
+    """Without garbage collection: all objects of a plan live until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -339,26 +335,30 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _units(engine: Engine) -> tuple[PlannedUnit, ...]:
-    """Units with the same buffers as one, in the order of their first; in buckets, experts that
-    are spread over ranks apart from the rest."""
-    matrices = {id(one.parameter) for one in engine.routes if one.route.kind == "matrix"}
-    alike: dict[tuple[tuple[int, PlannedGroup], ...], list[str]] = {}
+    """The units. Units with the same buffers are one entry, at the place of the first. A bucket
+    with spread experts and other parameters is two entries."""
+    matrices = {id(r.parameter) for r in engine.routes if r.route.kind == "matrix"}
+    names: dict[tuple[tuple[int, PlannedGroup], ...], list[str]] = {}
     for unit in engine.units:
-        groups = tuple(_planned_group(group, matrices) for group in unit.groups)
-        alike.setdefault(groups, []).append(unit.name)
+        groups = tuple((_spread(group), _planned_group(group, matrices)) for group in unit.groups)
+        names.setdefault(groups, []).append(unit.name)
     return tuple(
         PlannedUnit(
-            names=tuple(names), groups=tuple(group for at, group in groups if at == ep), ep=ep
+            names=tuple(alike), groups=tuple(group for own, group in groups if own == ep), ep=ep
         )
-        for groups, names in alike.items()
-        for ep in sorted({at for at, _ in groups} or {1})
+        for groups, alike in names.items()
+        for ep in sorted({own for own, _ in groups} or {1})
     )
 
 
-def _planned_group(group: Group, matrices: set[int]) -> tuple[int, PlannedGroup]:
-    """Over how many ranks its experts are spread, and the group."""
+def _spread(group: Group) -> int:
+    """The number of ranks over which the experts of a group are spread; 1: not spread."""
+    return 1 if group.ranks.others is None else group.ranks.others.size
+
+
+def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
     dtype = str(group.whole.dtype).removeprefix("torch.")
-    planned = PlannedGroup(
+    return PlannedGroup(
         layout=group.layout,
         dtype=group.main.dtype,
         stored="main" if group.aliased else group.format or dtype,
@@ -367,29 +367,27 @@ def _planned_group(group: Group, matrices: set[int]) -> tuple[int, PlannedGroup]
         trainable=group.trainable,
         staged=staged_because(group.layout, group.format, group.persistent),
     )
-    return 1 if group.ranks.others is None else group.ranks.others.size, planned
 
 
 def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
-    """Optimizer state on each rank. Where replicas divide the matrices, the state of a matrix is
-    on one of them."""
-    states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
+    """Bytes of optimizer state on each rank. Where replicas divide the matrices, the state of a
+    matrix lies on one replica."""
+    states, ranks = OPTIMIZERS[options.optimizer], options.mesh.num_ranks
     divided = [group for group in engine.matrix_groups if group.divides]
-    found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
-    apart = {ranks // num_holders(group.sharding) for group in divided}
-    found += [by_rank(one.sharding, one.owned_bytes, ranks) for one in engine.matrix_groups]
+    parts = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
+    parts += [by_rank(group.sharding, group.owned_bytes, ranks) for group in engine.matrix_groups]
+    counted_above = {ranks // num_holders(group.sharding) for group in divided}  # values of ep
     for ep in sorted({unit.ep for unit in units if unit.groups}):
-        own = mesh.without(ep)
-        counted = (0 if ep in apart else states[0], states[1])
-        beside = numpy.sum(
+        tensors = (0 if ep in counted_above else states[0], states[1])
+        by_shard = numpy.sum(
             [
-                len(unit.names) * group.state_bytes(counted)
+                len(unit.names) * group.state_bytes(tensors)
                 for unit in units
                 for group in unit.groups
                 if unit.ep == ep
             ],
             axis=0,
         )
-        held = own.shards(options.placements.main)
-        found.append([int(beside[shard]) for shard in held for _ in range(ep)])
-    return summed(found)
+        shards = options.mesh.without(ep).shards(options.placements.main)
+        parts.append([int(by_shard[shard]) for shard in shards for _ in range(ep)])
+    return summed(parts)

@@ -27,14 +27,14 @@ from shardwise.words import bound_problems
 
 Moment = Reads | Literal["step"]
 
-# Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other). Those of
-# functions have shapes of their own, and lie on the owners.
+# Tensors of optimizer state per parameter, in main's dtype: (for a matrix, for any other). The
+# states of functions have other shapes, lie on the owners, and are counted there.
 OPTIMIZERS = dict.fromkeys(FUNCTIONS, (0, 2)) | {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The data-parallel axes, outer to inner: names and sizes, and nobody behind them."""
+    """The names and sizes of the data-parallel axes, outer to inner; there are no processes."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -47,8 +47,8 @@ class Mesh:
         wrong = [f"{n}={s!r}" for n, s in named.items() if not isinstance(s, int) or s < 1]
         if wrong or not isinstance(shape, Mapping) or not shape:
             raise ValueError(
-                f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis with 1 or more ranks, "
-                'outer to inner, as in {"dp_outer": 2, "dp": 4}'
+                f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis and give it 1 or more "
+                'ranks, outer to inner, as in {"dp_outer": 2, "dp": 4}'
             )
         return cls(names=tuple(shape), sizes=tuple(shape.values()))
 
@@ -61,7 +61,7 @@ class Mesh:
 
     def without(self, ep: int) -> Mesh:
         """The mesh of the ranks that hold the same experts: one of every ``ep`` neighbours on the
-        inner axis. Rank r of this mesh is rank r // ep of that."""
+        inner axis. Rank r of this mesh is rank r // ep of the result."""
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // ep))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
@@ -70,8 +70,8 @@ class Mesh:
     def shards(self, placements: Sequence[Placement]) -> list[int]:
         """The one shard that each rank holds."""
         count = self.num_shards(placements)
-        every = itertools.product(*map(range, self.sizes))
-        return [shard_range(placements, self.sizes, at, count)[0] for at in every]
+        coordinates = itertools.product(*map(range, self.sizes))
+        return [shard_range(placements, self.sizes, at, count)[0] for at in coordinates]
 
     def __str__(self) -> str:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
@@ -79,7 +79,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything of a plan that can be changed while the model stays as it is."""
+    """The options of a plan that can change while the model and its wrapping stay the same."""
 
     mesh: Mesh
     placements: Placements
@@ -90,10 +90,11 @@ class Options:
     gather_in_step: bool
     device: str
     memory: int | None
-    ep: int = 1  # over how many ranks of the inner axis experts are spread
+    ep: int = 1  # ranks of the inner axis over which experts are spread
     tp: int = 1  # ranks of tensor parallelism, inside the mesh: each has its tile of the model
     bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
-    batch: tuple[int, int] | None = None  # [sequences, tokens] of a microbatch; None: not followed
+    # (sequences, tokens of each) of a microbatch; None: activations are not planned.
+    batch: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         problems = mesh_problems(self.mesh.names, self.mesh.sizes, self.placements)
@@ -106,16 +107,16 @@ class Options:
                     f"bucket_mb={self.bucket_mb}: data_parallel keeps weights whole; leave it out"
                 )
         if self.optimizer not in OPTIMIZERS:
-            problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+            problems.append(f"optimizer={self.optimizer!r}: choose from {', '.join(OPTIMIZERS)}")
         if self.device not in ("cpu", "cuda"):
-            problems.append(f"device={self.device!r}: 'cuda' or 'cpu'")
+            problems.append(f"device={self.device!r}: choose 'cuda' or 'cpu'")
         problems += bound_problems(self, 1, "tp", "microbatches", "memory")
         if self.batch is not None and (len(self.batch) != 2 or min(self.batch) < 1):
-            problems.append(f"batch={self.batch}: (sequences, tokens of each), 1 or more")
+            problems.append(f"batch={self.batch}: give (sequences, tokens of each), 1 or more")
         if self.mesh.sizes[-1] % self.ep:
             problems.append(
                 f"experts are spread over ep={self.ep}, which does not divide the "
-                f"{self.mesh.sizes[-1]} ranks of axis '{self.mesh.names[-1]}'"
+                f"{self.mesh.sizes[-1]} ranks of axis '{self.mesh.names[-1]}': change one of them"
             )
         inner, spread = self.mesh.names[-1], f" with ep={self.ep}" if self.ep > 1 else ""
         size = self.mesh.sizes[-1] // self.ep
@@ -127,24 +128,24 @@ class Options:
 
     @property
     def workspace(self) -> int:
-        """The bytes that cuBLAS keeps for itself in torch's memory."""
+        """The bytes of cuBLAS workspaces, which are part of torch's memory."""
         return 0 if self.batch is None or self.device == "cpu" else WORKSPACE
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedGroup:
-    """Parameters that share a buffer: where each lies, and what the buffer costs."""
+    """Parameters that share a buffer: their layout, and the bytes of the buffer."""
 
     layout: Layout
     dtype: torch.dtype  # of the main weight
-    stored: str  # the format or the dtype of the compute weight; "main" where that is read itself
+    stored: str  # the format or the dtype of the compute weight; "main": forward reads main itself
     planes: tuple[int, ...]  # bytes of the gathered compute weights
-    matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
+    matrices: tuple[bool, ...]  # per item: whether a matrix optimizer updates it
     trainable: bool
-    staged: str = ""  # why weights in fp8 are gathered as bf16, where they are
+    staged: str = ""  # why weights in fp8 are gathered as bf16, if they are
 
     def state_bytes(self, states: tuple[int, int]) -> NDArray[numpy.int64]:
-        """Bytes of optimizer state beside each shard; padding has none.
+        """Bytes of optimizer state for each shard; padding has no state.
 
         ``states``: tensors per matrix, and per any other parameter, in main's dtype.
         """
@@ -152,18 +153,18 @@ class PlannedGroup:
         bounds = numpy.arange(layout.num_shards + 1) * layout.shard_size
         per_shard = numpy.zeros(layout.num_shards, numpy.int64)
         for index, matrix in enumerate(self.matrices if self.trainable else ()):
-            held = numpy.clip(bounds - layout.starts[index], 0, layout.items[index].numel)
-            per_shard += states[0 if matrix else 1] * self.dtype.itemsize * numpy.diff(held)
+            below = numpy.clip(bounds - layout.starts[index], 0, layout.items[index].numel)
+            per_shard += states[0 if matrix else 1] * self.dtype.itemsize * numpy.diff(below)
         return per_shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUnit:
-    """Wrapped modules that are all alike."""
+    """Wrapped modules with equal buffers."""
 
     names: tuple[str, ...]
     groups: tuple[PlannedGroup, ...]
-    ep: int = 1  # over how many ranks its experts are spread; figures are of one share
+    ep: int = 1  # ranks over which its experts are spread; figures are for one share
 
     @property
     def name(self) -> str:
@@ -174,7 +175,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of routers and of rows on their way to experts, in one step on one rank."""
+    """Collectives of routers and of the rows of experts, in one step on one rank."""
 
     known: Counter[Call] = field(default_factory=Counter)
     even: Counter[Call] = field(default_factory=Counter)  # with these bytes if routing is even
@@ -189,48 +190,48 @@ class Collective:
     size: int
     count: int
     nbytes: int  # whole buffers, as comm.record() counts them
-    wire_bytes: int  # what leaves the rank
-    received_bytes: int  # what reaches it
-    even: bool = False  # whether the bytes are those of even routing: tokens will decide
+    wire_bytes: int  # bytes that leave the rank
+    received_bytes: int  # bytes that arrive at the rank
+    even: bool = False  # whether the bytes assume even routing; the real bytes depend on tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """The bytes that one step held and sent.
 
-    ``rest``, ``loaded`` and ``peak`` have the ledger's kinds: between steps, after the last
-    backward, and the highest of each kind within a step. ``peak_total`` is the highest sum of them
-    at one moment.
+    ``rest``, ``loaded`` and ``peak`` are bytes by the ledger's kinds: between steps, after the last
+    backward, and the largest value of each kind within a step. ``peak_total`` is the largest sum of
+    all kinds at one moment.
     """
 
     rest: dict[str, int]
     loaded: dict[str, int]
     peak: dict[str, int]
     peak_total: int
-    phases: dict[Moment, Counter[Call]] = field(repr=False)  # collectives, by who issues them
-    exchanged: Counter[Call] = field(repr=False)  # those of the matrix optimizer
-    timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, bytes more)
-    # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
-    # latter.
+    phases: dict[Moment, Counter[Call]] = field(repr=False)  # collectives by phase of the step
+    exchanged: Counter[Call] = field(repr=False)  # collectives of the matrix optimizer
+    timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, added bytes)
+    # With a batch: the largest sum of these bytes and of activations at one moment, and the
+    # activations in it.
     followed: int | None = None
     activations: int = 0
 
     @property
     def calls(self) -> Counter[Call]:
-        """The collectives of forward, backward and, where it gathers, of the step."""
+        """The collectives of forward, of backward, and of a step that gathers."""
         return sum(self.phases.values(), Counter())
 
 
 def as_placements(value: Placements | str) -> Placements:
-    """A strategy by its name, as flags spell it."""
+    """Placements, or the placements of a strategy by its name."""
     if isinstance(value, Placements):
         return value
     if value not in STRATEGIES:
-        raise ValueError(f"strategy {value!r} is unknown: one of {', '.join(STRATEGIES)}")
+        raise ValueError(f"strategy {value!r} is unknown: choose from {', '.join(STRATEGIES)}")
     return STRATEGIES[value]
 
 
 def strategy_name(placements: Placements) -> str:
-    """The name of a strategy, or its three lists where nobody has named it."""
-    names = [name for name, known in STRATEGIES.items() if known == placements]
+    """The name of a strategy, or its three lists if it has no name."""
+    names = [name for name, named in STRATEGIES.items() if named == placements]
     return names[0] if names else str(placements)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantities over a run, or over several on the same axes: the loss beside what counting and zip
-would reach; learning rate, gradient norm, speed, experts.
+"""Charts over a run, or over several runs on the same axes: loss (with the entropies of simple
+references), learning rate, gradient norm, speed, experts.
 
-A run may have a million steps, a picture has a thousand columns. Steps of one column become a band
-from the lowest to the highest value, with their mean as a line, so that no spike is lost.
+A run may have a million steps, and a picture has a thousand columns. The steps of one column become
+a band from the lowest to the highest value and a line through their mean, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from shardwise.words import count_text, tick_text
 Event = dict[str, Any]
 Point = tuple[float, float, float]  # (x, y, step)
 MAX_POINTS = 1500
-FIRST = 200  # points of a run's begin that are kept, for axes by logarithms
-TIPS = 200  # points of a line that say what they are
-FEW = 60  # points that are drawn as dots
+FIRST = 200  # points at the begin of a run that are all kept, for logarithmic axes
+TIPS = 200  # points of a line that have a tip
+FEW = 60  # largest number of points that are drawn as dots
 LOW, HIGH = 260, 430  # heights of charts
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None: events spell NaN and infinity as words."""
+    """A finite number, or None. Events spell NaN and infinity as words."""
     try:
-        found = float(value)
+        parsed = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return parsed if math.isfinite(parsed) else None
 
 
 def events_of(events: Sequence[Event], kind: str) -> list[Event]:
-    """Events in order of steps; what was done again after a resume counts once, the last time."""
-    found: dict[Any, Event] = {}
+    """Events in order of steps. Of a step that was repeated after a resume, the last counts."""
+    by_step: dict[Any, Event] = {}
     for event in events:
         if event.get("kind") == "resume":
             step = number(event.get("step"))
             if step is not None:
-                found = {s: e for s, e in found.items() if (number(s) or 0) <= step}
+                by_step = {s: e for s, e in by_step.items() if (number(s) or 0) <= step}
         elif event.get("kind") == kind and number(event.get("step")) is not None:
-            found[event["step"]] = event
-    return [found[step] for step in sorted(found, key=float)]
+            by_step[event["step"]] = event
+    return [by_step[step] for step in sorted(by_step, key=float)]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The lowest and the highest point of each column and the last of all: a run has a million
-    steps, and its spikes are what people look for."""
+    """The lowest and the highest point of each column, and the last point: readers look for
+    spikes."""
     stride = -(-2 * len(points) // MAX_POINTS)
     if stride <= 2:
         return list(points)
@@ -63,25 +63,25 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean of neighbours on both sides, fewer at the begin, so that a steep fall is not drawn
-    late."""
+    """Means over neighbours on both sides; over fewer neighbours at the begin, so that a steep fall
+    is not drawn late."""
     reach = len(points) // 60
     totals = [0.0, *accumulate(y for _, y, _ in points)]
-    found: list[Point] = []
+    means: list[Point] = []
     strided = range(0, len(points), -(-len(points) // MAX_POINTS))
     for position in {*range(min(FIRST, len(points))), *strided, len(points) - 1}:
         x, _, step = points[position]
         before = min(reach, position // 4)
         after = min(before, len(points) - 1 - position)
         mean = (totals[position + after + 1] - totals[position - before]) / (before + after + 1)
-        found.append((x, mean, step))
-    return sorted(found)
+        means.append((x, mean, step))
+    return sorted(means)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a chart. ``mean``: every column's lowest and highest value, faint, and their mean;
-    else the values alone, with a dot at each of few."""
+    """A line of a chart. ``mean``: draw the lowest and highest value of each column faintly, and
+    the mean; else draw only the values, as dots if there are few."""
 
     name: str
     points: list[Point]
@@ -107,12 +107,12 @@ def chart(
     levels: Sequence[tuple[str, float, str]] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> svg.Canvas | None:
-    """Lines over steps or tokens; None where none has a point. An axis that has no logarithm stays
-    straight.
+    """Lines over steps or tokens; None if no line has a point. An axis with values of 0 or less is
+    never logarithmic.
 
     Args:
-        levels: (name, value, colour) of dashed lines across.
-        marks: (place, words) of dashed lines upwards.
+        levels: (name, value, colour) of horizontal dashed lines.
+        marks: (place, label) of vertical dashed lines.
     """
     lines = [line for line in lines if line.points]
     if not lines:
@@ -143,19 +143,19 @@ def chart(
         y_text=lambda value: tick_text(text(value)) if height == LOW else f"{value:g}",
         x_log=x_log,
         y_log=y_log,
-        right=40 + max(svg.text_width(one) for one in words),
+        right=40 + max(map(svg.text_width, words)),
     )
     x, y = frame.x, frame.y
     for _, value, colour in levels:
         style = {"stroke": colour, "stroke_width": 1.5, "stroke_dasharray": "6 4"}
         canvas.line(x.begin, y(value), x.end, y(value), **style)
-    for at, said in marks:
+    for at, label in marks:
         canvas.line(x(at), frame.top, x(at), frame.bottom, stroke=svg.RED, stroke_dasharray="2 3")
-        canvas.note(x(at) + 4, frame.top + 11, said)
+        canvas.note(x(at) + 4, frame.top + 11, label)
     for line in lines:
         _draw_line(frame, line, title, text)
     _draw_labels(
-        frame, [(one, y(v), colour) for one, (_, v, colour) in zip(words, named, strict=True)]
+        frame, [(label, y(v), colour) for label, (_, v, colour) in zip(words, named, strict=True)]
     )
     return canvas
 
@@ -179,7 +179,7 @@ def _draw_line(frame: svg.Frame, line: Line, title: str, text: Callable[[float],
 
 
 def _draw_labels(frame: svg.Frame, labels: Sequence[tuple[str, float, str]]) -> None:
-    """(words, height, colour) right of a chart, none upon another."""
+    """Draw (words, height, colour) right of a chart, without overlaps."""
     canvas, edge = frame.canvas, frame.x.end
     placed = svg.spread([at for _, at, _ in labels], 17, frame.top + 4, frame.bottom - 4)
     for (words, at, colour), place in zip(labels, placed, strict=True):
@@ -194,29 +194,29 @@ def points_of(
     kind: str = "step",
     tokens: Mapping[Any, float | None] | None = None,
 ) -> list[Point]:
-    """(step, value, step) of every event that has the value; by ``tokens`` of a step if given."""
-    found = []
+    """(step, value, step) of every event with the value; with ``tokens``: (tokens, value, step)."""
+    points = []
     for event in events_of(events, kind):
         step, value = number(event.get("step")), number(read(event))
         at = step if tokens is None else number(event.get("tokens")) or tokens.get(event["step"])
         if step is not None and value is not None and at is not None:
-            found.append((at, value, step))
-    return sorted(found)
+            points.append((at, value, step))
+    return sorted(points)
 
 
 def tokens_of(events: Sequence[Event]) -> dict[Any, float | None]:
-    """The tokens that were trained on until the end of each step."""
+    """The number of tokens that were trained on until the end of each step."""
     return {event["step"]: number(event.get("tokens")) for event in events_of(events, "step")}
 
 
 def loss_of(event: Event) -> float | None:
-    """Bits per byte where they are known, else nats per token."""
+    """Bits per byte if the event has them, else nats per token."""
     bits = number(event.get("bits_per_byte"))
     return number(event.get("loss")) if bits is None else bits
 
 
 def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[svg.Canvas]:
-    """The charts of one run, or of several on the same axes."""
+    """The charts of one run, or of several runs on the same axes."""
     alone = len(runs) == 1
     hidden = f"; {len(runs) - len(svg.PALETTE)} more runs are not drawn" * (
         len(runs) > len(svg.PALETTE)
@@ -250,31 +250,32 @@ def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[svg.Canvas]:
     ]
     dropped = f", steps dropped: {len(skipped)}" if skipped else ""
     band = f"faint: lowest and highest of a column, strong: mean{hidden}"
-    of = {
+    lines = {
         name: each(lambda event, name=name: event.get(name))  # type: ignore[misc]
         for name in ("grad_norm", "tokens_per_second", "expert_load_max", "expert_idle_share")
     }
     for canvas in (
         chart(
-            f"Gradient norm{dropped}", f"by logarithm; {band}", of["grad_norm"],
+            f"Gradient norm{dropped}", f"logarithmic; {band}", lines["grad_norm"],
             y_label="norm", y_log=True, marks=skipped,
         ),
         chart("Learning rate", f"by steps{hidden}", rates, y_label="learning rate"),
         chart(
-            "Speed", band, of["tokens_per_second"], y_label="tokens per second", text=count_text
+            "Speed", band, lines["tokens_per_second"], y_label="tokens per second", text=count_text
         ),
         chart(
-            "Load of the busiest expert", band, of["expert_load_max"], y_label="over the even share"
+            "Load of the busiest expert", band, lines["expert_load_max"],
+            y_label="over the even share",
         ),
         chart(
-            "Experts without work", band, of["expert_idle_share"], y_label="share of experts"
+            "Experts without work", band, lines["expert_idle_share"], y_label="share of experts"
         ),
     ):  # fmt: skip
         if canvas is not None:
             yield canvas
 
 
-# What a model of the corpus reaches that only counts, and the general-purpose compressor.
+# Bits per byte of two models that only count, and of a general-purpose compressor.
 REFERENCES = {
     "unigram": ("unigram entropy", svg.GREY),
     "bigram": ("bigram entropy", svg.GREEN),
@@ -283,8 +284,8 @@ REFERENCES = {
 
 
 def loss_canvas(events: Sequence[Event], *, log: bool = False) -> svg.Canvas | None:
-    """None where no step has a loss yet. ``log``: both axes by their logarithms, which shows the
-    end of a long run."""
+    """The chart of the loss; None if no step has a loss yet. ``log``: logarithmic axes, which show
+    the end of a long run."""
     steps = events_of(events, "step")
     in_bits = any(number(event.get("bits_per_byte")) is not None for event in steps)
     field = "bits_per_byte" if in_bits else "loss"
@@ -332,8 +333,8 @@ def loss_canvas(events: Sequence[Event], *, log: bool = False) -> svg.Canvas | N
 def _resumes(
     events: Sequence[Event], tokens: Mapping[Any, float | None] | None
 ) -> list[tuple[float, str]]:
-    """The places where the run was resumed, and words for each."""
-    found = []
+    """The places where the run was resumed, each with a label."""
+    marks = []
     for event in events:
         step = number(event.get("step")) if event.get("kind") == "resume" else None
         if step is None:
@@ -341,14 +342,14 @@ def _resumes(
         before = [held for at, held in (tokens or {}).items() if (number(at) or 0) <= step]
         at = step if tokens is None else before[-1] if before else 0.0
         if at is not None:
-            found.append((at, f"resumed at step {step:,.0f}"))
-    return found
+            marks.append((at, f"resumed at step {step:,.0f}"))
+    return marks
 
 
 def losses_canvas(
     runs: Mapping[str, Sequence[Event]], *, evaluated: bool, log: bool
 ) -> svg.Canvas | None:
-    """The losses of several runs by tokens: held out, or of training."""
+    """The losses of several runs over tokens, held-out (``evaluated``) or of training."""
     kind = "eval" if evaluated else "step"
     lines = [
         Line(name=name, points=points_of(events, loss_of, kind, tokens_of(events)), colour=colour)

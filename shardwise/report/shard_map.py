@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shard map: which rank holds which rows, as plain values, as text, and as a picture.
+"""The shard map: the rows that each rank holds, as plain values, as text, and as a picture.
 
     rank 0 | wq rows 0-3   | wk rows 0-1 |
     rank 1 | wk rows 2-3   | wv rows 0-3 |
     rank 2 | wo rows 0-3   | ..pad..     |
 
-Of thousands of ranks the first few and the last are drawn; of units that are alike, one. Experts
-that are spread over ranks are drawn as one share of them: ranks of one row hold the same place in
+With many ranks, only the first ranks and the last rank are drawn; of equal units, only one. For
+experts that are spread over ranks, one share is drawn: the ranks of one row hold the same place in
 different shares.
 """
 
@@ -27,7 +27,7 @@ ROW, ROW_GAP = 20, 3
 
 
 def shard_map(units: Sequence[PlannedUnit], options: Options) -> dict[str, Any]:
-    """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
+    """Rows and units as values for JSON; ``start`` is an element's offset in the buffer."""
     rows = {ep: rows_of(options, ep) for ep in {1, options.ep}}
     return {
         "num_ranks": options.mesh.num_ranks,
@@ -57,20 +57,20 @@ def shard_map(units: Sequence[PlannedUnit], options: Options) -> dict[str, Any]:
 
 
 def buffer_name(unit: PlannedUnit, number: int) -> str:
-    """A unit's name, and which of its buffers where it has several."""
+    """The name of a unit, and the number of the buffer if the unit has several."""
     several = f", buffer {number + 1} of {len(unit.groups)}" if len(unit.groups) > 1 else ""
     return unit.name + several
 
 
 def chosen_shards(num_shards: int) -> list[int]:
-    """All, or the first ones and the last."""
+    """All shards, or the first shards and the last shard."""
     if num_shards <= MAX_ROWS:
         return list(range(num_shards))
     return [*range(MAX_ROWS - 1), num_shards - 1]
 
 
 def rows_of(options: Options, ep: int) -> list[tuple[int, str]]:
-    """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
+    """(shard, the ranks that hold it): one rank of each replica and of each share of experts."""
     main, mesh = options.placements.main, options.mesh.without(ep)
     shards, ranks = mesh.num_shards(main), options.mesh.num_ranks
     each = ranks // shards
@@ -92,7 +92,7 @@ def rows_of(options: Options, ep: int) -> list[tuple[int, str]]:
 def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) -> str:
     """Strips to scale, for every kind of unit."""
     rows = {ep: rows_of(options, ep) for ep in {1, options.ep}}
-    margin = max(len(label) for every in rows.values() for _, label in every)
+    margin = max(len(label) for labelled in rows.values() for _, label in labelled)
     lines = []
     for unit in units:
         for number, group in enumerate(unit.groups):
@@ -117,13 +117,13 @@ def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) ->
 
 
 def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
-    """Rows are ranks, across are the bytes of each unit's buffer, coloured by parameter. Drawn from
-    plain values, so that a page can be made from an events file alone."""
+    """A row for each rank; from left to right the bytes of each unit's buffer, coloured by
+    parameter. Drawn from plain values, so that an events file is enough for a page."""
     units = shard_map["units"]
     shown = units[:MAX_UNITS]
     margin = 24 + max(text_width(row["ranks"], 12) for unit in units for row in unit["rows"])
     about = f"main weights over {shard_map['num_ranks']:,} ranks in {shard_map['num_shards']:,} "
-    about += "shards; one colour a parameter, to scale"
+    about += "shards; one colour for each parameter, to scale"
     hidden = len(units) - len(shown)
     canvas = Canvas(WIDTH, 0, "shard map")
     at = draw_title(canvas, "Shard map", about, [Key("padding", "")]) + 6
@@ -136,7 +136,7 @@ def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
 
 
 def draw_unit(canvas: Canvas, unit: Mapping[str, Any], top: float, margin: float) -> float:
-    """Draw one unit; returns where the next may begin."""
+    """Draw one unit. Returns the top of the next unit."""
     rows, size, width = unit["rows"], unit["shard_size"], unit["itemsize"]
     share = 100 * unit["padding"] / unit["numel"]
     canvas.text(16, top + 10, unit["name"], size=13, font_weight=600)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of one step: bytes by kind; who was busy while others waited; memory as it was planned,
-held and measured."""
+"""Pictures of one step: bytes by kind; lanes of work and waits; memory that was planned, held and
+measured."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ EXPOSED = (
 
 
 def memory_canvas(profile: Profile) -> svg.Canvas | None:
-    """Stacked areas: each kind on top of the last, over the time of the step."""
+    """Stacked areas, one for each kind, over the time of the step."""
     changes = profile.get("memory", {}).get("changes", [])
     start = profile.get("memory", {}).get("start", {})
     if not changes:
         return None
     seconds = float(profile["seconds"])
-    kinds = [kind for kind in KINDS if kind in start or any(c[1] == kind for c in changes)]
-    kinds += sorted({c[1] for c in changes} | set(start) - set(kinds))
-    kinds = list(dict.fromkeys(kinds))
+    present = {change[1] for change in changes} | set(start)
+    kinds = [kind for kind in KINDS if kind in present]
+    kinds += sorted(present - set(kinds))
     moments = _moments(start, changes, seconds)
     peak_at, peak = max(((at, sum(held.values())) for at, held in moments), key=lambda m: m[1])
     keys = [svg.Key(KINDS.get(kind, kind), svg.KIND_COLOURS.get(kind, svg.GREY)) for kind in kinds]
     about = f"peak {size_text(peak)} at {seconds_text(peak_at)} of {seconds_text(seconds)}"
     if profile.get("clock") == "device":
-        about += " by the host's clock, which runs ahead of the device"
+        about += " by the host's clock, which is ahead of the device"
     about += "; the library's own buffers, no activations"
     canvas = svg.Canvas(svg.WIDTH, 0, f"memory by kind over one step, {about}")
     top = svg.draw_title(canvas, "Memory over one step", about, keys)
@@ -76,17 +76,17 @@ def memory_canvas(profile: Profile) -> svg.Canvas | None:
 
 
 def fullest_moment(profile: Profile) -> dict[str, int]:
-    """The bytes of each kind when the library's buffers held most."""
+    """The bytes of each kind at the moment when the library's buffers held most."""
     held = profile["memory"]
     moments = _moments(held.get("start", {}), held["changes"], float(profile["seconds"]))
-    return max((one for _, one in moments), key=lambda one: sum(one.values()))
+    return max((nbytes for _, nbytes in moments), key=lambda nbytes: sum(nbytes.values()))
 
 
 def _moments(
     start: dict[str, int], changes: Sequence[Sequence[Any]], seconds: float
 ) -> list[tuple[float, dict[str, int]]]:
-    """The bytes held from each moment on. Among changes too close to be told apart in the
-    picture, the fullest moment and the last are kept: no peak is lost, no hairlines are drawn."""
+    """The bytes held from each moment on. Of changes that are too close to see in the picture, only
+    the fullest moment and the last are kept: this loses no peak and draws no hairlines."""
     held, found = dict(start), [(0.0, dict(start))]
     apart = seconds / 1500
     for at, kind, nbytes in changes:
@@ -115,7 +115,7 @@ def _steps(
 
 
 def lanes_canvas(profile: Profile) -> svg.Canvas | None:
-    """Compute, gathers, reductions and the optimizer side by side, and one number on top."""
+    """Lanes of compute, gathers, reductions and the optimizer, and the exposed communication."""
     spans = profile.get("spans", [])
     if not spans:
         return None
@@ -127,8 +127,8 @@ def lanes_canvas(profile: Profile) -> svg.Canvas | None:
         if name == "waiting" or any(_sort(span) == name for span in spans)
     ]
     title = f"Exposed communication: {100 * exposed:.1f} % of the step"
-    about = f"one step of {seconds_text(seconds)} on this rank, times of the "
-    about += str(profile.get("clock", "host"))
+    clock = profile.get("clock", "host")
+    about = f"one step of {seconds_text(seconds)} on this rank, times of the {clock}"
     canvas = svg.Canvas(svg.WIDTH, 0, title)
     top = svg.draw_title(canvas, title, about, keys)
     bottom = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
@@ -209,11 +209,11 @@ _WORDS = KINDS | {
     "measured": "measured",
 }
 ROW, GAP = 34, 30
-CUT = 8  # times what is planned: from there on the whole process is not drawn to scale
+CUT = 8  # a measured bar that is so many times longer than the others is cut short
 
 
 def planned_bar(plan: Mapping[str, Any]) -> Bar:
-    """The plan's total, by what it consists of."""
+    """The parts of the plan's total."""
     found = {
         "main": plan["rest"].get("main", 0),
         "compute": plan["rest"].get("compute", 0),
@@ -221,7 +221,7 @@ def planned_bar(plan: Mapping[str, Any]) -> Bar:
         "optimizer": plan["optimizer_bytes"],
         "activations": plan.get("activations") or 0,
     }
-    # At the peak not all gradients need be there.
+    # Gradients need not all exist at the peak.
     found["grad"] -= min(found["grad"], max(0, sum(found.values()) - plan["total"]))
     return found | {"transient": max(0, plan["total"] - sum(found.values()))}
 
@@ -229,7 +229,7 @@ def planned_bar(plan: Mapping[str, Any]) -> Bar:
 def memory_bars_canvas(
     plan: Mapping[str, Any], profile: Mapping[str, Any], steps: Sequence[Event]
 ) -> svg.Canvas | None:
-    """None where fewer than two of the three are known."""
+    """Memory that was planned, held and measured; None if fewer than two of these are known."""
     measured = max((m for e in steps if (m := number(e.get("memory"))) is not None), default=0)
     device = profile.get("clock") == "device"
     rows: list[tuple[str, str, Bar]] = []
@@ -238,8 +238,8 @@ def memory_bars_canvas(
         words = "activations included" if followed else "activations are not in it"
         rows.append(("the plan", f"peak of one step; {words}", planned_bar(plan)))
     if profile.get("memory", {}).get("changes"):
-        about = "the library's own, at the fullest moment of the recorded step, without optimizer"
-        rows.append(("buffers", f"{about} state and activations", fullest_moment(dict(profile))))
+        about = "the library's buffers at the peak of the recorded step, without optimizer state"
+        rows.append(("buffers", f"{about} and activations", fullest_moment(dict(profile))))
     if measured:
         where = "the GPU's allocator" if device else "the whole process: Python and torch too"
         rows.append(("measured", f"peak of {where}", {"measured": int(measured)}))
@@ -248,13 +248,13 @@ def memory_bars_canvas(
     kinds = [kind for kind in _WORDS if any(bar.get(kind) for _, _, bar in rows)]
     kinds += sorted({kind for _, _, bar in rows for kind in bar} - set(_WORDS))
     keys = [svg.Key(_WORDS.get(kind, kind), _BAR_COLOURS.get(kind, svg.GREY)) for kind in kinds]
-    title, about = "Memory of one rank", "from what is planned to what is used"
+    title, about = "Memory of one rank", "planned, held and measured"
     canvas = svg.Canvas(svg.WIDTH, 0, f"{title}, {about}")
     top = svg.draw_title(canvas, title, about, keys)
     bottom = top + len(rows) * (ROW + GAP)
     canvas.height = bottom + 44
     most = float(max(sum(bar.values()) for _, _, bar in rows))
-    # A process holds Python and torch too. Where these are most of it, their bar is cut short.
+    # A process also holds Python and torch. If these are most of its memory, the bar is cut short.
     least = max(sum(bar.values()) for _, _, bar in rows if "measured" not in bar)
     most = most if most <= CUT * least else 1.5 * least
     x = svg.Scale(0, most * 1.12, 100, svg.WIDTH - 24)

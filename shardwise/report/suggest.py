@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggestions for a plan that does not fit: alternatives, each of them planned, least change first.
+"""Suggestions for a plan that does not fit: planned alternatives, smallest change first.
 
-A suggestion is a sentence with the bytes that it would take; where nothing fits, the best that was
-found is said, and by how much it misses.
+A suggestion is a sentence with the bytes that it would take. If nothing fits, the best alternative
+is named, with the missing bytes.
 """
 
 from __future__ import annotations
@@ -22,69 +22,73 @@ MAX_SEQUENCES = 1 << 20
 
 
 def largest(total: Callable[[int], int], memory: int, first: int, none: int = 0) -> int:
-    """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
+    """The largest number of sequences whose ``total`` bytes fit; 0: not even one. ``first``: the
+    first number to try.
 
-    Bytes grow with sequences, at first slower than later. A guess is where a line through the two
-    counts that come closest meets the memory; if that does not find the place soon, every other
-    guess is halfway between a count that fits and one that does not. ``none``: at most what no
-    sequences take. The first line begins there, so it is too steep, and its guess is rounded up.
+    Bytes grow with the number of sequences, at first slower than later. The next number to try is
+    where a line through the two best numbers meets the memory. If this takes many attempts, every
+    other attempt halves the interval between a number that fits and a number that does not.
+    ``none``: an upper bound of the bytes without sequences. The first line begins there, so it is
+    too steep, and its result is rounded up.
     """
-    known = {first: total(first)}
+    totals = {first: total(first)}
     for attempt in range(2 * MAX_SEQUENCES.bit_length()):
-        low = max((count for count, held in known.items() if held <= memory), default=0)
-        high = min((count for count, held in known.items() if held > memory), default=None)
+        low = max((count for count, nbytes in totals.items() if nbytes <= memory), default=0)
+        high = min((count for count, nbytes in totals.items() if nbytes > memory), default=None)
         if high == low + 1 or low >= MAX_SEQUENCES:
             return low
-        near, *others = sorted(known, key=lambda count: (abs(known[count] - memory), -count))
+        near, *others = sorted(totals, key=lambda count: (abs(totals[count] - memory), -count))
         end = others[0] if others else 0
-        rise = (known[near] - known.get(end, none)) / (near - end)
-        if high is not None and attempt > 2 and attempt % 2:
+        rise = (totals[near] - totals.get(end, none)) / (near - end)
+        if high is not None and (rise <= 0 or (attempt > 2 and attempt % 2)):
             guess = (low + high) // 2
         elif rise > 0:
-            beyond = (memory - known[near]) / rise
+            beyond = (memory - totals[near]) / rise
             guess = near + (math.floor(beyond) if others else math.ceil(beyond))
         else:
-            guess = 2 * low if high is None else (low + high) // 2
+            guess = 2 * low
         guess = min(max(guess, low + 1), 64 * low if high is None else high - 1)
-        known[guess] = total(guess)
+        totals[guess] = total(guess)
     return low
 
 
 def suggest(plan: Plan, again: Callable[..., Plan]) -> list[str]:
-    """Sentences for the first change of each kind that fits, then for the best that does not."""
+    """A sentence for the first change of each kind that fits; if no change fits, a sentence for the
+    best change."""
     options = plan.options
     assert options.memory is not None
     misses: list[tuple[int, str]] = []
-    found: list[str] = []
+    suggestions: list[str] = []
     also = ""
     if plan.largest is not None and options.batch is not None:
-        size = f"{plan.largest or 1} x {options.batch[1]} tokens"
-        also = "" if plan.largest else f", with microbatches of {size}"
         if plan.largest:
-            found.append(f"use microbatches of at most {size}: fits")
+            size = f"{plan.largest} x {options.batch[1]} tokens"
+            suggestions.append(f"use microbatches of at most {size}: fits")
+        else:
+            also = f", with microbatches of 1 x {options.batch[1]} tokens"
     kinds: tuple[Callable[[Options], Changes], ...]
     kinds = (_strategies, _weights, _optimizers, _more_ranks)
-    if found and plan.activations > options.memory:  # these would be as large with less beside them
+    if suggestions and plan.activations > options.memory:  # only _weights makes activations smaller
         kinds = (_weights,)
     for kind in kinds:
-        for words, changes in kind(options):
+        for change, changes in kind(options):
             total = again(**changes).total
             if total <= options.memory:
-                found.append(f"{words}{also}: {size_text(total)} per rank, fits")
+                suggestions.append(f"{change}{also}: {size_text(total)} per rank, fits")
                 break
-            misses.append((total, words))
-    if found or not misses:
-        return found
-    total, words = min(misses)
-    over = size_text(total - options.memory)
-    return [f"nothing tried here fits; the least is {words}: {size_text(total)}, {over} too much"]
+            misses.append((total, change))
+    if suggestions or not misses:
+        return suggestions
+    total, change = min(misses)
+    best = f"{change}: {size_text(total)} per rank, {size_text(total - options.memory)} too much"
+    return [f"no change that was tried fits. The best: {best}"]
 
 
-Changes = Iterator[tuple[str, dict[str, Any]]]
+Changes = Iterator[tuple[str, dict[str, Any]]]  # (sentence, changed options)
 
 
 def _strategies(options: Options) -> Changes:
-    """More sharding on the ranks that are there, one stage at a time."""
+    """More sharding on the same ranks, one stage at a time."""
     axes = len(options.mesh.sizes)
     for name in {1: ("zero1", "zero2", "zero3"), 2: ("hsdp", "hfsdp")}.get(axes, ()):
         if options.placements != STRATEGIES[name]:
@@ -98,12 +102,12 @@ def _strategies(options: Options) -> Changes:
         changes = {"mesh": whole, "placements": STRATEGIES["zero3"], "reshard_after_forward": None}
         yield f"shard over all ranks on one axis: mesh {whole}, strategy zero3", changes
     if SHARD in options.placements.compute and options.reshard_after_forward is not True:
-        words = "release the root's weights after forward too (reshard_after_forward=True)"
-        yield words, {"reshard_after_forward": True}
+        change = "release the root's weights after forward too (reshard_after_forward=True)"
+        yield change, {"reshard_after_forward": True}
 
 
 def _weights(options: Options) -> Changes:
-    """Narrower transient buffers: main weights and optimizer state stay as they are."""
+    """Narrower temporary buffers; main weights and optimizer state do not change."""
     old = options.precision
     if old.weights is None:
         narrow = Precision(weights="bf16", main=old.main, outputs=old.outputs)
@@ -116,7 +120,7 @@ def _optimizers(options: Options) -> Changes:
 
 
 def _more_ranks(options: Options) -> Changes:
-    """Twice as many ranks on the innermost axis that is sharded, again and again."""
+    """Repeatedly twice as many ranks on the innermost axis, if main is sharded."""
     mesh = options.mesh
     if SHARD not in options.placements.main:
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SVG by hand: a canvas, a scale, ticks, colours; title, legend and axes of a chart. No drawing
-library, no fonts, no network.
+"""SVG without a drawing library, fonts or a network: a canvas, scales, ticks, colours; the title,
+legend and axes of a chart.
 
-A canvas knows two themes, and follows the reader's light or dark setting. Tips are ``<title>``,
-which browsers show.
+A canvas has a light and a dark theme, and follows the reader's setting. Tips are ``<title>``
+elements, which browsers show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 WIDTH = 860
 LEFT, RIGHT = 78, 24
-# Okabe and Ito's colours: told apart by people who see red and green alike, on both papers.
+# Okabe and Ito's colours: colour-blind people can distinguish them, on both themes.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#D9C400", "#8A8F98"
 VIOLET, MINT = "#6A5ACD", "#8FD3B6"
@@ -49,7 +49,7 @@ THEME = {
 
 
 def theme_css(scope: str, dark: bool) -> str:
-    """Rules for the classes above, within a selector."""
+    """CSS rules for the classes of THEME, within a selector."""
     return "".join(
         f"{scope} .{name}{{{prop}:{night if dark else day}}}"
         for name, (prop, day, night) in THEME.items()
@@ -57,7 +57,7 @@ def theme_css(scope: str, dark: bool) -> str:
 
 
 def text_width(text: str, size: float = 12) -> float:
-    """About how wide text is; a little more than it is in most fonts, so that nothing is cut."""
+    """An estimate of the width of text. It is a little too large for most fonts."""
     narrow = sum(letter in "iljtf.,:;|!'()[] " for letter in text)
     wide = sum(letter in "mwMW%@" or letter.isupper() for letter in text)
     return size * (0.6 * len(text) - 0.24 * narrow + 0.2 * wide)
@@ -65,7 +65,7 @@ def text_width(text: str, size: float = 12) -> float:
 
 @dataclass
 class Canvas:
-    """Shapes in the order in which they are drawn. The height may be set when all are."""
+    """Shapes in the order of drawing. The height may be set after all shapes are drawn."""
 
     width: float
     height: float
@@ -114,13 +114,13 @@ class Canvas:
         self.text(x, y, text, size=11, anchor=anchor, class_="faint")
 
     def text_on(self, x: float, y: float, text: str, size: float, box: str, **style: Any) -> None:
-        """Text on a box of this colour, under which the pointer still meets the box."""
+        """Text on a box of this colour. The pointer reaches the box through the text."""
         style |= {"class_": "", "fill": ink_on(box), "pointer_events": "none"}
         self.text(x, y, text, size=size, **style)
 
     def render(self, *, standalone: bool = True, dark: bool | None = None) -> str:
-        """The SVG; a file of its own, or a part of the page. ``dark=None``: a file of its own has
-        both themes, and the reader's setting chooses."""
+        """The SVG as a standalone file, or as a part of the page. ``dark=None``: a standalone file
+        has both themes, and the reader's setting chooses."""
         style = f"<style>text{{font-family:{escape(FONT, quote=False)}}}"
         style += theme_css("svg", bool(dark))
         if dark is None:
@@ -147,7 +147,7 @@ class Canvas:
         self.shapes.append(f"<{name}{_attributes(attributes)}{end}")
 
 
-# Padding and waits are hatched: told apart without any colour at all. Once a file, once a page.
+# Padding and waits are hatched, so that they differ without colours. Once in each file or page.
 HATCHES = (
     '<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><rect class="pad" width="6" height="6"/>'
@@ -173,14 +173,14 @@ def _number(value: Any) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is read more easily on a colour."""
+    """Black or white, whichever is easier to read on a colour."""
     red, green, blue = (int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "#ffffff"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to positions, in a straight line or by their logarithms."""
+    """Maps values to positions, linearly or by logarithm."""
 
     low: float
     high: float
@@ -200,14 +200,14 @@ class Scale:
         if not self.log:
             return ticks(self.low, self.high, count, base=base)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        found: list[float] = []
-        for factors in ((1,), (1, 3), (1, 2, 5)):  # as many as there is room for
-            wanted = [factor * 10.0**power for power in powers for factor in factors]
-            finer = [value for value in wanted if self.low <= value <= self.high]
-            if found and len(finer) > count + 2:
+        chosen: list[float] = []
+        for factors in ((1,), (1, 3), (1, 2, 5)):  # the finest that has not too many
+            values = [factor * 10.0**power for power in powers for factor in factors]
+            finer = [value for value in values if self.low <= value <= self.high]
+            if chosen and len(finer) > count + 2:
                 break
-            found = finer
-        return found if len(found) > 1 else ticks(self.low, self.high, count)
+            chosen = finer
+        return chosen if len(chosen) > 1 else ticks(self.low, self.high, count)
 
 
 def ticks(low: float, high: float, count: int = 5, *, base: int = 10) -> list[float]:
@@ -231,7 +231,7 @@ def ticks(low: float, high: float, count: int = 5, *, base: int = 10) -> list[fl
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions near the wanted ones that keep a gap: labels that do not overlap."""
+    """Positions near the wanted positions, with a gap, so that labels do not overlap."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     placed = [0.0] * len(wanted)
     at = low
@@ -251,7 +251,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: a name, and how what it names is drawn."""
+    """One entry of a legend: a name, a colour, and whether it is hatched."""
 
     name: str
     colour: str
@@ -270,7 +270,7 @@ class Frame:
 
 
 def draw_title(canvas: Canvas, title: str, subtitle: str, keys: Sequence[Key] = ()) -> float:
-    """Title, subtitle, legend; returns where the chart may begin."""
+    """Draw title, subtitle and legend. Returns the top of the chart."""
     canvas.text(16, 26, title, size=16, font_weight=600)
     at = 26.0
     if subtitle:
@@ -293,7 +293,7 @@ def _key_width(key: Key) -> float:
 
 
 def _legend_rows(keys: Sequence[Key], width: float) -> list[list[Key]]:
-    """Broken where a row would leave the canvas."""
+    """Rows of entries that fit the width of the canvas."""
     rows: list[list[Key]] = []
     used = width
     for key in keys:
@@ -344,7 +344,7 @@ def draw_x_axis(
     text: Callable[[float], str],
     base: int = 10,
 ) -> None:
-    """Without a label there is nothing to measure along it, and no ticks."""
+    """Draw the axis; ticks only if it has a label."""
     for value in x.ticks(7, base=base) if label else ():
         canvas.line(x(value), top, x(value), bottom, class_="grid")
         canvas.line(x(value), bottom, x(value), bottom + 5, class_="axis")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step as it happened: lanes, waits and bytes, as plain values.
+"""A recording of one training step: lanes, waits and bytes, as plain values.
 
     compute    | fwd 0 | fwd 1 | fwd 2 | loss | bwd 2 |wait| bwd 1 | bwd 0 |
     gather   |0 |1 |    |2 |                |1 |       |0 |
@@ -10,12 +10,12 @@
         loss.backward(); optimizer.step()
     events.write({"kind": "profile", **profile})
 
-Exposed communication is the time in which the compute lane could do nothing but wait for a
-collective, over the time of the step. On the host that is the time spent inside ``wait``: for
-messages, and for adding up what they brought. On a device it is the time between two events on the
-compute stream, one before it is told to wait for another stream and one after. A collective over
-gloo ends when its last message has arrived (a thread of its own waits for it), not when somebody
-asked. Time in which the library itself works (casts, packs, issues) is drawn apart.
+Exposed communication is the time in which the compute lane only waits for a collective, relative to
+the time of the step. On the host this is the time inside ``wait``: for messages, and for adding
+received values. On a device it is the time between two events on the compute stream, one before and
+one after the wait for another stream. A collective over gloo ends when its last message has arrived
+(a separate thread waits for it), not when the program waits for it. The library's own work (casts,
+packs, issues) is recorded separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Profile = dict[str, Any]
 
 
 class _Recording:
-    """A :class:`shardwise.streams.Watcher` that writes everything down."""
+    """A :class:`shardwise.streams.Watcher` that records everything."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = streams.Clock(device)
@@ -79,7 +79,7 @@ class _Recording:
         begin = self._host()
 
         def landed() -> None:
-            with self._lock:  # flights land in threads of their own
+            with self._lock:  # collectives end in other threads
                 self.flights.append((operation, axis, nbytes, begin, self._host()))
 
         return landed
@@ -101,13 +101,14 @@ class _Recording:
 
 @contextmanager
 def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
-    """Record what happens inside; the dictionary is filled when the context is left.
+    """Record the body of the context; the dictionary is filled when the context ends.
 
-    Around one training step, from the first forward to the end of ``optimizer.step()``. Recording
-    costs a thread per collective over gloo and a few events per unit: do it once, not always.
+    Use it around one training step, from the first forward to the end of ``optimizer.step()``.
+    Recording costs a thread per collective over gloo and a few events per unit: record one step,
+    not all steps.
 
     Args:
-        device: of the model. On a CUDA device, times are the device's own.
+        device: the device of the model. On a CUDA device, times are measured on the device.
     """
     device, profile = torch.device(device), Profile()
     with _kernels(device) as kernels:
@@ -132,22 +133,22 @@ def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
 
 @contextmanager
 def _kernels(device: torch.device) -> Iterator[list[Interval]]:
-    """When kernels ran on the device, by torch's profiler; known when the context is left. Empty on
-    a CPU."""
-    found: list[Interval] = []
+    """The times of kernels on the device, by torch's profiler; filled when the context ends. Empty
+    on a CPU."""
+    times: list[Interval] = []
     if device.type != "cuda":
-        yield found
+        yield times
         return
     cuda = [torch.profiler.ProfilerActivity.CUDA]
-    # Without acc_events torch warns that later cycles forget; there is one cycle.
+    # Without acc_events torch warns that a later cycle drops events; there is one cycle.
     with torch.profiler.profile(activities=cuda, acc_events=True) as profiler:
-        yield found
+        yield times
         streams.Clock(device).synchronize()
-    found += [(begin, end) for begin, end, _ in kernels_of(profiler)]
+    times += [(begin, end) for begin, end, _ in kernels_of(profiler)]
 
 
 def kernels_of(profiler: Any) -> list[tuple[int, int, str]]:
-    """(begin, end, name) of each kernel and copy that a ``torch.profiler`` saw, in nanoseconds."""
+    """(begin, end, name) of each recorded kernel and copy, in nanoseconds."""
     results = profiler.profiler.kineto_results if profiler.profiler else None
     return [
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
@@ -157,7 +158,7 @@ def kernels_of(profiler: Any) -> list[tuple[int, int, str]]:
 
 
 def idle_share(kernels: Sequence[Interval]) -> float | None:
-    """The share of the time, from the first kernel to the end of the last, in which none ran.
+    """The share of time without a kernel, from the first kernel to the end of the last kernel.
 
     >>> idle_share([(0, 2), (1, 3), (5, 6), (7, 8)])
     0.375
@@ -180,7 +181,7 @@ def _summary(recording: _Recording, end: Any) -> Profile:
     spans += [
         _span(lane, name, seconds(b), seconds(e))
         for lane, name, b, e in recording.lanes
-        if seconds(e) - seconds(b) > 1e-6  # a lane entered only to free memory is no work
+        if seconds(e) - seconds(b) > 1e-6  # a lane that only frees memory does no work
     ]
     spans += [
         _span(
@@ -211,7 +212,7 @@ def _span(lane: str, name: str, begin: float, end: float, nbytes: int | None = N
 def _compute_spans(
     phases: Sequence[tuple[float, float, str]], steps: Sequence[Interval]
 ) -> list[Profile]:
-    """The model's work: the gaps between the library's own phases, named by where they lie.
+    """The model's work: the gaps between the library's own phases, named by their place.
 
     | gather 0 |  forward 0  | release 0 | gather 1 |  forward 1  | ...
     """
@@ -245,15 +246,15 @@ def _compute_spans(
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The union of intervals: waits may nest (a gather that waits for the one before it).
+    """The union of intervals. Waits may nest: a gather can wait for the gather before it.
 
     >>> merged([(1, 2), (0, 1.5), (3, 4)])
     [(0, 2), (3, 4)]
     """
-    found: list[Interval] = []
+    union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union

@@ -201,7 +201,7 @@ def test_a_plan_is_that_of_one_ranks_tiles(strategy: str, recompute: Any) -> Non
 
 
 def test_a_plan_of_a_model_whose_cut_is_unknown_is_refused() -> None:
-    with pytest.raises(ValueError, match="how its parameters are cut is unknown"):
+    with pytest.raises(ValueError, match="the cut of its parameters is unknown"):
         sw.plan(torch.nn.Linear(4, 4), {"dp": 2, "tp": 2})
     with pytest.raises(ValueError, match="tp=3 does not divide num_heads=4"):
         sw.plan(GPT(MODEL), {"dp": 2, "tp": 3})
@@ -288,7 +288,7 @@ def resumed(rank: int, world_size: int, folder: str, path: str, changes: dict[st
     [
         ({"tp": 4}, "tp=4 does not divide kv_heads=2"),
         ({"tp": 0}, "tp=0 must be 1 or more"),
-        ({"tp": 2, "model": dataclasses.replace(MODEL, num_experts=4)}, "leave tp at 1"),
+        ({"tp": 2, "model": dataclasses.replace(MODEL, num_experts=4)}, "and set tp=1"),
     ],
 )
 def test_sizes_that_cannot_be_cut_are_refused(changes: dict[str, Any], part: str) -> None:

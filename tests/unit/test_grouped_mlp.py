@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from shardwise.moe.activation import (
 )
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import GroupedProducts
+from shardwise.moe.products import GroupedProducts, LoopProducts
 from shardwise.moe.weights import as_one, evenly_spaced
 
 HIDDEN, WIDTH = 16, 24
@@ -443,7 +444,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     ends, mlp = ends_of(UNEVEN), make()
     refused(lambda: mlp(x, ends_of([5, 0, 61, 0]), p), "do not add up to the 67 rows")
     refused(lambda: mlp(x, [5, 5, 66, 66], p), "ends=[5, 5, 66, 66]: give a tensor")
-    refused(lambda: mlp(x, torch.tensor([9, 5, 61, 67]).int(), p), "must not fall")
+    refused(lambda: mlp(x, torch.tensor([9, 5, 61, 67]).int(), p), "must not decrease")
     refused(lambda: mlp(x, ends.long(), p), "torch.int64", "torch.int32")
     refused(lambda: mlp(x, ends[:3], p), "[3]", "4 experts")
     refused(lambda: mlp(x[:, :8], ends, p), "[67, 8]", "[rows, 16]")
@@ -462,16 +463,38 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     refused(lambda: make("swiglu"), "activation='swiglu'", "swiglu()")  # type: ignore[arg-type]
     refused(lambda: make(path="fast"), "path='fast'", "grouped_mm")
     refused(lambda: make(dtype=torch.float8_e4m3fn), "float8_e4m3fn", "MXFP8")
-    refused(lambda: make(path="grouped_mm", dtype=torch.float64), "takes no torch.float64")
+    refused(lambda: make(path="grouped_mm", dtype=torch.float64), "does not take torch.float64")
     refused(lambda: GroupedLinear(0, 4, 4), "num_experts=0")
     refused(lambda: clamped_swiglu(limit=-1.0), "limit=-1.0")
     refused(lambda: Activation(kind="squared_relu", alpha=2.0), "takes no alpha")
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_recomputed_activation_is_freed_before_the_gradient_of_the_rows(bias: bool) -> None:
+    activations: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    class Products(LoopProducts):
+        def activation_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            dz, h, dp = super().activation_backward(*args)
+            activations.append(weakref.ref(h))
+            return dz, h, dp
+
+        def input_gradient(self, *args: Any) -> Tensor:
+            alive.extend(reference() is not None for reference in activations)
+            return super().input_gradient(*args)
+
+    mlp = make(bias=bias)
+    mlp.choice.chosen = ("loop", Products())
+    x, p, dy = data(UNEVEN)
+    mlp(x, ends_of(UNEVEN), p).backward(dy)
+    assert alive == [False]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is possible")
 def test_a_fused_path_that_is_impossible_is_refused_with_every_reason() -> None:
     call = lambda: GroupedMLP(2, 12, 20, activation=swiglu(), path="fused", dtype=torch.float16)  # noqa: E731
-    refused(call, "hidden=12", "width=20", "impossible here")
+    refused(call, "hidden=12", "width=20", "is impossible:")
     refused(lambda: make(path="fused"), "CUDA")
     assert make().path is None
     mlp = make()

@@ -152,7 +152,7 @@ def test_weights_that_are_always_one_are_told(score: Any, caplog: pytest.LogCapt
     assert not caplog.records
     mixture = layer(**options)
     [said] = [one.getMessage() for one in caplog.records]
-    assert "weighs every choice by 1, whatever it scores" in said and "normalise=False" in said
+    assert "gives every choice the weight 1, for any score" in said and "normalise=False" in said
     mixture(torch.randn(9, HIDDEN))[0].square().sum().backward()
     grad = mixture.router.weight.grad
     assert grad is not None and grad.abs().max() < 1e-5, "rounding alone"

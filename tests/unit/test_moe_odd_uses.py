@@ -65,7 +65,7 @@ def test_a_share_keeps_what_is_frozen_and_is_no_share_of_a_share() -> None:
     layer.keep_share(2, 1)  # experts 2 and 3
     linear = layer.experts.fc1
     assert [linear.get_parameter(f"weight{i}").requires_grad for i in (0, 1)] == [True, False]
-    with pytest.raises(ValueError, match="2 of 4 experts are here, from number 2 on: they are spr"):
+    with pytest.raises(ValueError, match="has 2 of 4 experts, from number 2 on: they are spr"):
         layer.keep_share(2, 1)
 
 
@@ -157,7 +157,7 @@ def test_hooks_that_nothing_calls_are_told(caplog: pytest.LogCaptureFixture) -> 
 def test_what_is_no_tensor_or_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="router weights p=None: give a tensor"):
         experts()(torch.randn(20, 8), ENDS, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"gate_up_block=2\.0: a whole number"):
+    with pytest.raises(ValueError, match=r"gate_up_block=2\.0: give a whole number"):
         experts(gate_up_block=2.0)
 
 
@@ -299,11 +299,11 @@ def test_what_is_no_axis_no_number_or_no_block_is_refused_by_name(
         with pytest.raises(ValueError, match=r"MixtureOfExperts\(axis=.*sw.comm.as_axis"):
             MixtureOfExperts(mixture().router.routing, 8, 8, activation=swiglu(), axis=wrong)
     for wrong in (2.5, True, 0, "4"):
-        with pytest.raises(ValueError, match=r"num_experts=.*: a whole number, 1 or more"):
+        with pytest.raises(ValueError, match=r"num_experts=.*: give a whole number, 1 or more"):
             GroupedMLP(wrong, 8, 8, activation=swiglu())  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"hidden=.*: a whole number, 1 or more"):
+        with pytest.raises(ValueError, match=r"hidden=.*: give a whole number, 1 or more"):
             GroupedMLP(4, wrong, 8, activation=swiglu())  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"in_features=.*: a whole number, 1 or more"):
+        with pytest.raises(ValueError, match=r"in_features=.*: give a whole number, 1 or more"):
             GroupedLinear(4, wrong, 8)  # type: ignore[arg-type]
     for size, rank in ((2.5, 0), (0, 0), (2, 5), (2, -1)):
         with pytest.raises(ValueError, match=r"keep_share|cannot be spread"):

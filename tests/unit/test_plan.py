@@ -90,7 +90,7 @@ def facts(made: Plan) -> dict[str, Any]:
         ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
         ({"bucket_mb": 0}, ["bucket_mb=0", "above 0"]),
         ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "leave it out"]),
-        ({"wrap": []}, ["wrap and grains are fully_shard's", "one or the other"]),
+        ({"wrap": []}, ["wrap and other grains belong to fully_shard", "Leave out"]),
     ],
 )
 def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
@@ -207,7 +207,10 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         made = plan(model, {"dp": ranks}, "zero1", optimizer="muon", bucket_mb=1, grain=grain)
         assert made.matrices is not None and made.matrices.num_whole == whole, ranks
         assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
-        price = {8: "grain='tensor' is refused", 10: "100 % of the model in one bucket, 0.0 %"}
+        price = {
+            8: "grain='tensor' is impossible",
+            10: "100 % of the model into one bucket, with 0.0 % padding",
+        }
         assert whole == 10 or price[ranks] in str(made)
     with pytest.raises(
         ValueError, match=r"10 matrices whole on 64 ranks would pad buckets by 540 %"
@@ -253,7 +256,7 @@ def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
         d: sum(found.ranges[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")
     }
     assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
-    with pytest.raises(ValueError, match="device='gpu': 'cuda' or 'cpu'"):
+    with pytest.raises(ValueError, match="device='gpu': choose 'cuda' or 'cpu'"):
         plan(model, {"dp": 2}, device="gpu")
 
 
@@ -421,7 +424,7 @@ def test_what_does_not_fit_is_told_with_changes_that_do() -> None:
 
 def test_where_nothing_fits_the_least_is_named() -> None:
     made = plan(small(), {"dp": 2}, "zero3", memory=1000)
-    assert len(made.suggestions) == 1 and "nothing tried here fits" in made.suggestions[0]
+    assert len(made.suggestions) == 1 and "no change that was tried fits" in made.suggestions[0]
 
 
 def test_whether_it_fits_is_known_where_the_memory_is() -> None:
