@@ -46,7 +46,7 @@ _NONIC: tuple[Step, ...] = (
     (3.597452, -2.693586, 0.533324),
     (3.487338, -6.576122, 6.081160, -2.423502, 0.342695),
 )
-# The papers of the other presets: docs, reference/muon.md, 1b and 2b.
+# The other presets are published polynomials, under the names that Muon's users know.
 PRESETS = {
     preset.name: preset
     for preset in (
