@@ -21,6 +21,7 @@ from shardwise import holders, memory
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.shard.module import unit_of
+from tests.cases import pairwise
 from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,
@@ -332,9 +333,10 @@ def test_main_grad(view: str) -> None:
     run_ranks(check_main_grad, 2, view, "zero3", "caching", False)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("pool", ["caching", "trace"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "pool", "accumulate"),
+    pairwise([*STRATEGIES], ["caching", "trace"], [False, True]),
+)
 def test_main_grad_in_all_strategies(strategy: str, pool: str, accumulate: bool) -> None:
     run_ranks(check_main_grad, ranks_for(strategy), "itself", strategy, pool, accumulate)
 
