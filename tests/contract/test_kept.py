@@ -66,7 +66,7 @@ def wrap(net: nn.Sequential, strategy: str, world_size: int, **options: Any) -> 
 
 
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What every search through the objects of Python has found, from now on."""
+    """The findings of every search through the objects of Python, from now on."""
     found: list[bool] = []
 
     def look(*args: Any) -> bool:
@@ -200,8 +200,8 @@ class Recomputed(Turning):
 def test_what_autograd_keeps_alone_is_given_back(
     rank: int, world_size: int, kind: type[Keeping], hooked: bool
 ) -> None:
-    """Where it is, and looked for once, not in every step. ``hooked``: hooks for saved tensors that
-    keep these as they are, as some that offload activations do."""
+    """Such a weight stays in place, and holders are looked for once, not in every step. ``hooked``:
+    hooks for saved tensors that keep these as they are, as some that offload activations do."""
     net = nn.Sequential(kind(), kind(), kind())
     blocks = wrap(net, "zero3", world_size)
     with pytest.MonkeyPatch.context() as patch:
@@ -367,7 +367,7 @@ class Coded(nn.Linear):
 @pytest.mark.parametrize("format", ["mxfp8_rowcol", "mxfp8_2d", "fp8_block"])
 @on_ranks(2)
 def test_codes(rank: int, world_size: int, format: Any, pool: str, keeps: bool) -> None:
-    """They stay what they were; where nobody keeps them they are given back where they are."""
+    """Kept codes do not change; codes that nobody keeps are given back in place."""
     kept: list[Any] = []
     net = nn.Sequential(*(Coded(kept, keeps) for _ in range(3)))
     precision = sw.Precision(weights=format)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else people put around or beside a module: averages of weights, DDP, torch.func, JVPs."""
+"""Other wrappers around or beside a module: averages of weights, DDP, torch.func, JVPs."""
 
 from __future__ import annotations
 
