@@ -62,11 +62,12 @@ MEAN_OF_THREE, MEAN_OF_ONE = {1: 5.0, 3: None}, {1: None, 3: 5.0}
 
 
 # For two axes: meshes (1, 1), (2, 1), (1, 3), (2, 2).
+# A factor with several microbatches under every strategy, the other pair under zero3 and hfsdp.
 @pytest.mark.parametrize(
     ("strategy", "world_size", "factors"),
-    [("zero0", 2, MEAN_OF_ONE), ("zero1", 3, MEAN_OF_THREE), ("zero2", 2, MEAN_OF_ONE)]
+    [("zero0", 2, MEAN_OF_ONE), ("zero1", 3, MEAN_OF_ONE), ("zero2", 2, MEAN_OF_ONE)]
     + [("zero3", 4, MEAN_OF_ONE), ("zero3", 4, MEAN_OF_THREE)]
-    + [("hsdp", 4, MEAN_OF_THREE), ("hfsdp", 4, MEAN_OF_ONE)]
+    + [("hsdp", 4, MEAN_OF_ONE), ("hfsdp", 4, MEAN_OF_ONE)]
     + [("zero0", 1, MEAN_OF_THREE), ("zero3", 1, MEAN_OF_THREE), ("hfsdp", 1, MEAN_OF_THREE)]
     + [("hfsdp", 2, MEAN_OF_THREE), ("hfsdp", 3, MEAN_OF_THREE)],
     ids=str,
