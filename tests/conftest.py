@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test session needs: no rank may outlive it, and the long files come first."""
+"""Settings of every test session: no rank may outlive it, and the long files come first."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def gains_of(
     form: Form = "direct",
     off: float | Tensor = 0.0,
 ) -> Tensor:
-    """Where the polynomial takes singular values: normalised, then off by ``factor``.
+    """Images of singular values under the polynomial: normalised, then off by ``factor``.
 
     ``off`` is what rounding has added to the first Gram of the other forms, whose polynomials see
     it until X is formed anew, while X does not.

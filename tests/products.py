@@ -14,7 +14,7 @@ import torch
 
 @functools.cache
 def keep_one_product() -> None:
-    """Where the CPU has no bf16, leave oneDNN out from the beginning: torch leaves it out from the
+    """Leave oneDNN out from the beginning where the CPU has no bf16: torch leaves it out from the
     first product of bf16 matrices on, and later fp32 products have other bits. What torch takes
     instead is 200 times slower than a product in fp32 (that of fp16 10 times): products of bf16 and
     fp16 matrices are computed in fp32 there and rounded once."""

@@ -349,7 +349,7 @@ def _pack_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 @contextlib.contextmanager
 def _one_thread_environment() -> Iterator[None]:
-    """What a child must find before it imports torch; set only while it starts."""
+    """Set the variables that a child must find before it imports torch, while it starts."""
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if sys.platform == "linux":
         # Otherwise gloo resolves the host's name, which can be slow or fail in a container.

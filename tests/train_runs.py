@@ -384,7 +384,7 @@ def wait_until(
     process: subprocess.Popen[str] | Forked,
     seconds: float = 300,
 ) -> Any:
-    """What ``ready`` gives once it gives something; looks 50 times a second."""
+    """Return the first true result of ``ready``, called 50 times a second."""
     limit = time.monotonic() + seconds
     while not (found := ready()):
         assert process.poll() is None, (

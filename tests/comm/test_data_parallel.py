@@ -73,7 +73,7 @@ def expected(
 
 
 def others_of(model: Any, optimizer: Any) -> list[int]:
-    """Of every bucket: elements of matrices at which other replicas take turns."""
+    """For every bucket, the elements of matrices at which other replicas take turns."""
     found = []
     for group in model._shardwise_unit.groups:
         states = [optimizer.state[p].get("momentum_buffer", p) for p in group.sharded]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Muon step sends, counted on real ranks: the formulas of the plan, to the byte."""
+"""A Muon step sends, counted on real ranks, the formulas of the plan, to the byte."""
 
 from __future__ import annotations
 

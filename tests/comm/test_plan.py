@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` predicts is what real ranks over gloo hold and send, to the byte (I9)."""
+"""`plan` predicts, to the byte, the memory and the messages of real ranks over gloo (I9)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_backward_gathers_no_embedding() -> None:
 
 
 def gathered_in_backward(facts: Facts) -> int:
-    """Of the layers: the root's weights stay from forward on."""
+    """Bytes gathered for the layers: the root's weights stay from forward on."""
     calls = facts["phases"]["backward"].items()
     return sum(call.nbytes * count for call, count in calls if call.operation == "all_gather")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract tests share: a small model, wrapping by the name of a strategy, and the truth.
+"""Helpers of the contract tests: a small model, wrapping by the name of a strategy, and the truth.
 
 The truth is one process that runs every rank's microbatch and averages:
 
@@ -201,7 +201,7 @@ def assert_parameters_equal(sharded: Any, plain: Any, tolerance: float = 1e-5) -
 
 
 def transient_bytes() -> dict[str, int]:
-    """What a model at rest holds none of, apart from what its strategy keeps for good."""
+    """Bytes of the kinds that a model at rest holds only as far as its strategy keeps them."""
     kinds = ("compute", "grad_transient", "grad_accumulator")
     return {kind: sw.ledger.current[kind] for kind in kinds}
 
@@ -226,7 +226,7 @@ def raised(call: Callable[[], Any], kind: type[BaseException]) -> str:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the library logs meanwhile."""
+    """Collect the messages that the library logs meanwhile."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

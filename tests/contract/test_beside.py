@@ -33,7 +33,7 @@ def build(stage: int, world_size: int) -> Any:
 
 
 def fresh(net: nn.Module) -> list[bool]:
-    """Of each group, whether its whole weights are main's as these are now."""
+    """Whether the whole weights of each group are made of main as it is now."""
     groups = [group for unit in map(unit_of, (*net.blocks, net)) for group in unit.groups]  # type: ignore[misc, union-attr]
     assert len(groups) > 2
     for group in groups:

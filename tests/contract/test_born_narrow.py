@@ -83,7 +83,7 @@ def test_small_steps_move_a_model_that_came_in_bf16(way: str) -> None:
 
 @on_ranks(2)
 def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
-    """What is asked for is done; ``.to`` follows; fp64 and integers keep their dtype."""
+    """The dtype asked for is taken; ``.to`` follows; fp64 and integers keep their dtype."""
     net = wrap(born(torch.bfloat16), world_size, precision=sw.Precision(main="bf16"))
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     net = wrap(born(torch.float16), world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16))

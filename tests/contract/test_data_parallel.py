@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop may do with a bucketed model. (Where "data_parallel" is a strategy of the
-other files, they say the same of it.)"""
+"""Things that a training loop may do with a bucketed model. (Other files, of which "data_parallel"
+is a strategy, hold more.)"""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ Route = Callable[[Any, Tensor, bool], Tensor]
 
 
 class Routed(nn.Module):
-    """What forward does is told with each call."""
+    """Each call says which path forward takes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def wrapped_otherwise(how: str, mesh: Any, world_size: int) -> Any:
 def test_experts_that_a_wrapper_made_copies_of_are_told(
     rank: int, world_size: int, how: str, told: bool
 ) -> None:
-    """Of experts 2 and 3 a wrapper over all ranks makes 0 and 1, or a mixture of both."""
+    """A wrapper over all ranks makes 0 and 1 of experts 2 and 3, or a mixture of both."""
     net = wrapped_otherwise(how, grid(world_size // 2, 2), world_size)
     with logged() as texts:
         for _ in range(2):

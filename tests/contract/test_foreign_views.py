@@ -113,7 +113,7 @@ def test_gradients_of_two_losses_can_be_compared(rank: int, world_size: int, str
 def test_gradients_that_nobody_holds_use_the_same_memory_again(
     rank: int, world_size: int, strategy: str, ours: bool
 ) -> None:
-    """Where the main grads lie after each step."""
+    """The addresses of the main grads after each step."""
     net = Net()
     sw.route(net, elementwise=["*"])
     wrap(net, world_size, strategy)

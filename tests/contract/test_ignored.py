@@ -141,7 +141,7 @@ def test_parameters_that_nobody_wrapped_are_told_of(
 def test_an_optimizer_of_their_own_is_told_of_too(
     rank: int, world_size: int, ignoring: bool
 ) -> None:
-    """Of what nobody wrapped alone: a head, or another model beside the sharded one."""
+    """An optimizer over unwrapped modules alone: a head, or a model beside the sharded one."""
     net = rootless(world_size, ignoring)
     word_loss(net, rank).backward()
     optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens while a forward or a backward runs: hidden inputs, a backward inside a forward,
+"""Events while a forward or a backward runs: hidden inputs, a backward inside a forward,
 other threads, other models."""
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def wrap(net: nn.Sequential, strategy: str, world_size: int, **options: Any) -> 
 
 
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What every search through the objects of Python has found, from now on."""
+    """The findings of every search through the objects of Python, from now on."""
     found: list[bool] = []
 
     def look(*args: Any) -> bool:
@@ -199,8 +199,8 @@ class Recomputed(Turning):
 def test_what_autograd_keeps_alone_is_given_back(
     rank: int, world_size: int, kind: type[Keeping], hooked: bool
 ) -> None:
-    """Where it is, and looked for once, not in every step. ``hooked``: hooks for saved tensors that
-    keep these as they are, as some that offload activations do."""
+    """Such a weight stays in place, and holders are looked for once, not in every step. ``hooked``:
+    hooks for saved tensors that keep these as they are, as some that offload activations do."""
     net = nn.Sequential(kind(), kind(), kind())
     blocks = wrap(net, "zero3", world_size)
     with pytest.MonkeyPatch.context() as patch:
@@ -332,9 +332,13 @@ def test_main_grad(view: str) -> None:
     run_ranks(check_main_grad, 2, view, "zero3", "caching", False)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("pool", ["caching", "trace"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Packed gradients come from the pool where none wait; caching and no accumulation are above.
+@pytest.mark.parametrize(
+    ("strategy", "pool", "accumulate"),
+    [(strategy, "trace", False) for strategy in STRATEGIES]
+    + [(strategy, "caching", True) for strategy in STRATEGIES]
+    + [("zero3", "trace", True)],
+)
 def test_main_grad_in_all_strategies(strategy: str, pool: str, accumulate: bool) -> None:
     run_ranks(check_main_grad, ranks_for(strategy), "itself", strategy, pool, accumulate)
 
@@ -365,7 +369,7 @@ class Coded(nn.Linear):
 @pytest.mark.parametrize("format", ["mxfp8_rowcol", "mxfp8_2d", "fp8_block"])
 @on_ranks(2)
 def test_codes(rank: int, world_size: int, format: Any, pool: str, keeps: bool) -> None:
-    """They stay what they were; where nobody keeps them they are given back where they are."""
+    """Kept codes do not change; codes that nobody keeps are given back in place."""
     kept: list[Any] = []
     net = nn.Sequential(*(Coded(kept, keeps) for _ in range(3)))
     precision = sw.Precision(weights=format)

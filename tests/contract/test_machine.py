@@ -89,7 +89,7 @@ def noting(steps: set[Step]) -> Any:
 
 
 class ProgramError(Exception):
-    """What a program raises on purpose."""
+    """Raised by a program on purpose."""
 
 
 class Model(nn.Module):

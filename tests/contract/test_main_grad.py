@@ -122,7 +122,7 @@ def train_fused(
     tell(net, fused=True, overwrite=overwrite)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     reference = torch.optim.SGD(plain.parameters(), lr=0.05)
-    for step in range(3):
+    for step in range(2):
         for microbatch in range(microbatches):
             seed = 10 * step + microbatch
             net.set_is_last_backward(sync_each or microbatch == microbatches - 1)

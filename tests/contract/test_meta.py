@@ -184,7 +184,7 @@ def test_a_module_inside_a_unit_moves_alone(rank: int, world_size: int, strategy
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
 @on_ranks(ranks_for)
 def test_gradients_move_with_their_parameters(rank: int, world_size: int, strategy: str) -> None:
-    """Those of microbatches that wait to be reduced too."""
+    """Gradients of microbatches that wait to be reduced move too."""
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     for step in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forwards return and leave behind: objects, losses on the side, features of frozen units."""
+"""Results of forwards: objects, losses on the side, features of frozen units."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ register_pytree_node(Cache, lambda one: ([one.keys, one.last], None), lambda two
 
 @dataclasses.dataclass
 class Shared:
-    """What a model hands from block to block, and every block writes to."""
+    """An object that a model hands from block to block, and every block writes to."""
 
     x: Tensor
     cache: Cache

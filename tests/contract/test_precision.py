@@ -160,8 +160,11 @@ def test_units_of_one_model_may_differ_in_precision(rank: int, world_size: int) 
         assert_close(full(net.get_parameter(name).grad), parameter.grad, name, 0.03)
 
 
-@pytest.mark.parametrize("weights", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "weights"),
+    [(strategy, BF16) for strategy in STRATEGIES] + [("zero1", FP16), ("zero3", FP16)],
+    ids=str,
+)
 @on_ranks(ranks_for)
 def test_low_precision_training_follows_fp32(
     rank: int, world_size: int, strategy: str, weights: torch.dtype

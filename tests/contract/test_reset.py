@@ -84,7 +84,7 @@ def explode(
     before = transient_bytes()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         if microbatch:  # gradients of an earlier microbatch, still unreduced, are dropped too
             net.set_requires_gradient_sync(False)
             vector_loss(net, rank, 50).backward()

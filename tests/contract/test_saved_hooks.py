@@ -73,7 +73,7 @@ def raises(*_: Any) -> None:
 
 @on_ranks(2)
 def test_hooks_are_those_of_before_after_every_forward(rank: int, world_size: int) -> None:
-    """Of units in units, called by themselves, that raise at any depth, in a hook, or in part."""
+    """For units in units, called by themselves, that raise at any depth, in a hook, or in part."""
     net = nn.Sequential(Keeping(), nn.Sequential(Keeping(), Turning()))
     for one in (*net[1], net[1], net):
         sw.fully_shard(one, **options_for("zero3", world_size))

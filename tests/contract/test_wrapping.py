@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wrapping does to a module, who owns which parameter, and what a failure leaves behind."""
+"""Wrapping: changes to a module, the owner of each parameter, the remains of a failure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Write = Callable[[Path], None]
 
 
 def refusals(rank: int, world_size: int, path: str, exported: bool) -> dict[str, str]:
-    """What each reader says about a checkpoint that lies beside a sound one."""
+    """The message of each reader for a checkpoint that lies beside a sound one."""
     folder = Path(path)
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()

@@ -58,7 +58,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def first_losses(folder: Path) -> dict[int, float]:
-    """Those of the steps that are compared; a run stops one step after it was asked to."""
+    """Losses of the steps that are compared; a run stops one step after it was asked to."""
     found = losses(folder)
     assert sorted(found) == list(range(1, max(found) + 1)) and max(found) >= LAST
     return {step: found[step] for step in range(1, LAST + 1)}

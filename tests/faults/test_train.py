@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a run when ranks are stopped or asked to end, when numbers break and saves fail.
+"""Runs whose ranks are stopped or asked to end, whose numbers break and whose saves fail.
 
 The ranks are forked, without a launcher; ``test_launch`` has the runs that need one.
 """

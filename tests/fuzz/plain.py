@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference has where plain torch has nothing: narrow copies of main weights, linears that
-quantise their weight at each use, and Muon on whole matrices. Nothing here is sharded, and nothing
-of the engine is used: encodings and Newton-Schulz are the library's pure functions.
+"""Parts of the reference for which plain torch has nothing: narrow copies of main weights, linears
+that quantise their weight at each use, and Muon on whole matrices. Nothing here is sharded, and
+nothing of the engine is used: encodings and Newton-Schulz are the library's pure functions.
 """
 
 from __future__ import annotations

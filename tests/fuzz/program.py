@@ -32,7 +32,7 @@ class FuzzError(Exception):
 
 @dataclass
 class Context:
-    """What the modules of one model share: where the program stands, and what they keep."""
+    """State that the modules of one model share: where the program stands, and what they keep."""
 
     step: int = 0
     rank: int = 0

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 def held(value: Any) -> Any:
-    """What this rank holds, without asking the others."""
+    """The values that this rank holds, without asking the others."""
     if not isinstance(value, ShardedTensor) or value.cut.tile is not None:
         return full(value)
     return Piece(*value.cut.piece, value.to_local().detach().reshape(-1).clone())

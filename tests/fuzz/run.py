@@ -222,7 +222,7 @@ class Run:
     # ------------------------------------------------------------------ gradients
 
     def do_switch(self, op: dict[str, Any]) -> None:
-        """Of strategies that reduce in every backward, one switch alone lets gradients wait."""
+        """One switch alone lets gradients wait under strategies that reduce in every backward."""
         waits = op["name"] == "set_requires_gradient_sync"
         waits |= self.strategy not in ("zero2", "zero3")
         self.sync = op["on"] or not waits

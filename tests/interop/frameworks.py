@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of frameworks share: a tiny Llama, its batches, an accelerator on CPU ranks."""
+"""Helpers of the tests of frameworks: a tiny Llama, its batches, an accelerator on CPU ranks."""
 
 from __future__ import annotations
 

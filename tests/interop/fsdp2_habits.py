@@ -325,7 +325,7 @@ def compiled_step(shard: Any) -> None:
 
 @case("habit: attributes of parameters", torch_fails="decays")
 def attributes(shard: Any) -> None:
-    """Those that were set before wrapping are gone with torch's."""
+    """Attributes that were set before wrapping are gone with torch's."""
     plain, made = Tail(), Tail()
     for parameter in made.parameters():
         parameter.decays = parameter.ndim > 1  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def run(module: nn.Module, x: Tensor, reentrant: bool | None) -> Tensor:
 
 
 class CheckpointedNet(nn.Module):
-    """Where: around each unit, inside each unit, both, or around two units at once."""
+    """Checkpoints around each unit, inside each unit, both, or around two units at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 def refused(*words: str, cwd: Path, run: Callable[..., Any] = inside) -> str:
-    """What the command says against it: one message, no traceback, no exit code 0."""
+    """The command's refusal: one message, no traceback, no exit code 0."""
     done = run(*words, cwd=cwd)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stderr, done.stderr

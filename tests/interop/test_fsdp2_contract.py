@@ -433,7 +433,7 @@ def outcome(run: Callable[[], Any], fails: str | None = None) -> str:
 
 
 def add_cases() -> None:
-    """Those of the table that the suite does not run."""
+    """Add the cases of the table that the suite does not run."""
     from tests.interop import fsdp2_parallel  # noqa: F401
 
 

@@ -131,10 +131,11 @@ def test_post_accumulate_hooks_wait_for_the_reduction(
     assert count == len(list(net.parameters())) > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "data_parallel"])
 @on_ranks(ranks_for)
 def test_an_optimizer_may_step_inside_backward(rank: int, world_size: int, strategy: str) -> None:
-    """The step is taken inside backward, parameter by parameter, and the gradient dropped."""
+    """The step is taken inside backward, parameter by parameter, and the gradient dropped: weights
+    that backward no longer reads may be written."""
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/experts.md says to type for experts does what it says."""
+"""The commands of docs/experts.md do what the page says."""
 
 from __future__ import annotations
 

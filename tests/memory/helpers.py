@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model must hold, computed from nothing but its layouts and placements."""
+"""Bytes that a model must hold, computed from nothing but its layouts and placements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def backward(model: Model, rank: int, world_size: int, step: int = 0, microbatch
 
 
 class Books:
-    """What the ledger says, less what was there before: other tests ran in this process."""
+    """The ledger's bytes, less those that were there before: other tests ran in this process."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -214,8 +214,12 @@ def test_the_peak_is_seen_when_nothing_is_released(rank: int, world_size: int) -
 # ------------------------------------------------------------------------------ the end
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "trace"}], ids=["caching", "trace"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(strategy, {}) for strategy in STRATEGIES]
+    + [(strategy, {"memory": "trace"}) for strategy in ("zero1", "zero3", "hfsdp")],
+    ids=str,
+)
 @on_ranks(ranks_for)
 def test_deleting_the_model_frees_every_byte_at_once(
     rank: int, world_size: int, strategy: str, options: dict[str, object]

@@ -21,7 +21,7 @@ def full(model: Model) -> list[Tensor]:
 
 
 def packed_places(model: Model) -> list[int]:
-    """Where packed gradients lay last."""
+    """The last addresses of packed gradients."""
     groups = [group for unit in (model, *model.layers) for group in unit._shardwise_unit.groups]
     packed = [group.gradients._packed for group in groups]
     return [buffer.flat.data_ptr() for buffer in packed if buffer is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not change a single bit: the ZeRO stage, overlap, and where memory comes from."""
+"""Choices that must not change a single bit: the ZeRO stage, overlap, the source of memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WAYS = {
 
 
 def gradient(step: int, number: int, shape: tuple[int, ...]) -> Tensor:
-    """Of one expert's weight, gate and up stacked."""
+    """The gradient of one expert's weight, gate and up stacked."""
     generator = torch.Generator().manual_seed(100 * step + 10 * number + shape[0] % 10)
     return torch.randn(shape, generator=generator)
 

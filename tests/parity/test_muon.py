@@ -255,7 +255,7 @@ def test_one_norm_over_dense_and_expert_meshes(kind: float, placements: str) -> 
 
 
 def matrices_of(model: TwoMeshes) -> list[Any]:
-    """What decays even where its gradient is zero."""
+    """The matrices, which decay even where their gradient is zero."""
     return [model.dense.weight, model.experts.weight]
 
 

@@ -172,7 +172,7 @@ def test_schedulers_of_momentum_reach_it() -> None:
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
 def test_schedulers_of_betas_reach_them(kind: str) -> None:
-    """Of AdamW alone, as of torch's; beside Muon torch, which looks for one of both, refuses."""
+    """Schedulers set betas of AdamW alone, as of torch's; torch refuses to set them beside Muon."""
     torch.manual_seed(0)
     net, other = Net(), Net()
     other.load_state_dict(net.state_dict())

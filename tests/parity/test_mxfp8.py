@@ -95,7 +95,7 @@ def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
 
 
 def check_world(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
-    """Of four ranks, two that reduce together first see the same data: a + a = 2a, exactly."""
+    """Two of four ranks that reduce together first see the same data: a + a = 2a, exactly."""
     model = wrap(make(True), strategy, world_size, precision=precision_of(True))
     optimizer = optimizer_of(model, "muon")
     seen = train(model, rank * 2 // world_size, optimizer=optimizer, steps=range(3))

@@ -42,33 +42,40 @@ def assert_gradients(model: Model, world_size: int, microbatches: int, divisor: 
         )
 
 
-def check_divisors(rank: int, world_size: int, placements: sw.Placements, few: bool) -> int:
-    checked = 0
-    for microbatches in (1, 3):
-        for factor in (None, 5.0) if not few else (None if microbatches > 1 else 5.0,):
-            model = make_sharded(placements, world_size)
-            if factor is not None:
-                for unit in (model, *model.layers):
-                    unit.set_gradient_divide_factor(factor)
-            accumulate(model, rank, world_size, microbatches)
-            assert_gradients(model, world_size, microbatches, factor or world_size)
-            # A second time without clearing: the divisor meets only what is new.
-            accumulate(model, rank, world_size, microbatches)
-            assert_gradients(model, world_size, microbatches, (factor or world_size) / 2)
-            checked += 1
-    return checked
+def check_divisors(
+    rank: int, world_size: int, placements: sw.Placements, factors: dict[int, float | None]
+) -> None:
+    """``factors``: by number of microbatches."""
+    for microbatches, factor in factors.items():
+        model = make_sharded(placements, world_size)
+        if factor is not None:
+            for unit in (model, *model.layers):
+                unit.set_gradient_divide_factor(factor)
+        accumulate(model, rank, world_size, microbatches)
+        assert_gradients(model, world_size, microbatches, factor or world_size)
+        # A second time without clearing: the divisor meets only what is new.
+        accumulate(model, rank, world_size, microbatches)
+        assert_gradients(model, world_size, microbatches, (factor or world_size) / 2)
+
+
+MEAN_OF_THREE, MEAN_OF_ONE = {1: 5.0, 3: None}, {1: None, 3: 5.0}
 
 
 # For two axes: meshes (1, 1), (2, 1), (1, 3), (2, 2).
+# A factor with several microbatches under every strategy, the other pair under zero3 and hfsdp.
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 4), ("hsdp", 4), ("hfsdp", 4)]
-    + [("zero0", 1), ("zero3", 1), ("hfsdp", 1), ("hfsdp", 2), ("hfsdp", 3)],
+    ("strategy", "world_size", "factors"),
+    [("zero0", 2, MEAN_OF_ONE), ("zero1", 3, MEAN_OF_ONE), ("zero2", 2, MEAN_OF_ONE)]
+    + [("zero3", 4, MEAN_OF_ONE), ("zero3", 4, MEAN_OF_THREE)]
+    + [("hsdp", 4, MEAN_OF_ONE), ("hfsdp", 4, MEAN_OF_ONE)]
+    + [("zero0", 1, MEAN_OF_THREE), ("zero3", 1, MEAN_OF_THREE), ("hfsdp", 1, MEAN_OF_THREE)]
+    + [("hfsdp", 2, MEAN_OF_THREE), ("hfsdp", 3, MEAN_OF_THREE)],
+    ids=str,
 )
-def test_gradients_are_divided_once_by_the_chosen_factor(strategy: str, world_size: int) -> None:
-    few = world_size < ranks_for(strategy)  # strategies with all their ranks stand above
-    done = run_ranks(check_divisors, world_size, STRATEGIES[strategy], few)
-    assert done == [2 if few else 4] * world_size
+def test_gradients_are_divided_once_by_the_chosen_factor(
+    strategy: str, world_size: int, factors: dict[int, float | None]
+) -> None:
+    run_ranks(check_divisors, world_size, STRATEGIES[strategy], factors)
 
 
 @on_ranks(4)

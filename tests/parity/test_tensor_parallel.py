@@ -29,8 +29,8 @@ OPTIMIZERS = {"adamw": adamw_of, "muon": muon_of}
 
 
 def same_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], what: Any) -> None:
-    """Of all steps with ``sw.optimizer``. torch's clipping rounds the norm of whole tensors
-    otherwise than that of pieces: with it the gradients of the first step."""
+    """Compare the bits of all steps with ``sw.optimizer``; of the gradients of the first step with
+    torch's clipping, which rounds the norm of whole tensors otherwise than that of pieces."""
     ours = what[0] == "muon"
     pairs = list(zip(found, expected, strict=True))
     for step, (mine, its) in enumerate(pairs if ours else pairs[:1]):

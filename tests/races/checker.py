@@ -111,7 +111,7 @@ class Checker(TorchDispatchMode):
         return self._clocks.setdefault(lane, {})
 
     def learn(self, lane: str, other: Clock) -> None:
-        """What is issued to ``lane`` next comes after all that ``other`` counts."""
+        """Order the next work of ``lane`` after all that ``other`` counts."""
         self.collect()  # who is freed before this does not profit from it
         mine = self.clock(lane)
         for name, count in other.items():

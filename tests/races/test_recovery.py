@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong around a gather: messages that fail, a stream being captured."""
+"""Errors around a gather: messages that fail, a stream being captured."""
 
 from __future__ import annotations
 

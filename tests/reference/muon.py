@@ -18,7 +18,7 @@ def polar_factor(matrix: Tensor) -> Tensor:
 
 
 def exact_newton_schulz(matrix: Tensor, preset: Polynomial) -> Tensor:
-    """What exact Newton-Schulz gives: the polynomials applied to the singular values."""
+    """The result of exact Newton-Schulz: the polynomials applied to the singular values."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     order = {"frobenius": 2, "schatten4": 4}[preset.norm]
     s = s / (s.pow(order).sum().pow(1 / order) * preset.safety)

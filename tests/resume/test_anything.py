@@ -144,7 +144,7 @@ def test_every_checkpoint_verifies(sources: tuple[dict[str, str], dict[str, Any]
 
 
 def test_torch_reads_what_is_written(sources: tuple[dict[str, str], dict[str, Any]]) -> None:
-    """It is DCP: torch's own loader needs nothing of ours."""
+    """A checkpoint is DCP: torch's own loader needs nothing of ours."""
     paths, values = sources
     for by, path in paths.items():
         expected = values[by]

@@ -126,7 +126,7 @@ def test_codes_that_outlive_a_load_are_noticed(tmp_path: Path) -> None:
 
 
 class Holder(nn.Module):
-    """Of planes, under the names that ``FP8Tensor.state_dict`` gives them."""
+    """A module of planes, under the names that ``FP8Tensor.state_dict`` gives them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()

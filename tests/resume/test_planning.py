@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes what is arithmetic: one small exchange per save, however many tensors there are."""
+"""The writer of each piece follows by arithmetic: one small exchange per save, for any number of
+tensors."""
 
 from __future__ import annotations
 

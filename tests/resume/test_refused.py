@@ -15,7 +15,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,19 +154,23 @@ def put(holder: Any, key: Any, value: Any) -> None:
 
 
 def refuse(
-    rank: int, world_size: int, path: str, strategy: str, optimizer: str, fresh: bool
-) -> tuple[str, str]:
-    """What is raised; nothing may have changed. ``fresh``: the optimizer has no states yet."""
+    rank: int, world_size: int, folder: str, strategy: str, optimizer: str, fresh: bool
+) -> dict[str, tuple[str, str, bool]]:
+    """By damage: what is raised, and whether nothing has changed. One model loads one damaged
+    checkpoint after the other. ``fresh``: the optimizer has no states yet."""
     if fresh:
         net, stepper = helpers.make(strategy, optimizer, world_size, 5)
         net.remembering = Remembering()
     else:
         net, stepper = remembering(strategy, optimizer, rank, world_size, seed=5)
-    before = bits(net, stepper)
-    with pytest.raises(CheckpointError) as caught:
-        sw.load(path, net, stepper)
-    assert bits(net, stepper) == before, f"changed, and refused: {caught.value}"
-    return type(caught.value).__name__, str(caught.value)
+    found, before = {}, bits(net, stepper)
+    for damage in DAMAGES:
+        with pytest.raises(CheckpointError) as caught:
+            sw.load(f"{folder}/{damage}", net, stepper)
+        now = bits(net, stepper)
+        found[damage] = type(caught.value).__name__, str(caught.value), now == before
+        before = now
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +187,37 @@ def copied(saved: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return lambda optimizer: Path(shutil.copytree(saved[optimizer], tmp_path / "one"))
 
 
+Outcomes = tuple[Path, list[dict[str, tuple[str, str, bool]]]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Outcomes]:
+    """The damaged checkpoints and what each rank has to say of them, once for each model."""
+
+    @cache
+    def found(strategy: str, optimizer: str, fresh: bool) -> Outcomes:
+        folder = tmp_path_factory.mktemp("damaged")
+        for name, damage in DAMAGES.items():
+            damage(shutil.copytree(saved[optimizer], folder / name))
+            seal(folder / name)
+        return folder, run_ranks(refuse, 2, str(folder), strategy, optimizer, fresh)
+
+    return found
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "fresh"),
     [("zero3", "adamw", True), ("zero1", "adamw", False), ("hsdp", "muon", True)],
 )
 def test_a_refused_load_changes_nothing(
-    strategy: str, optimizer: str, fresh: bool, damage: str, copied: Callable[[str], Path]
+    strategy: str, optimizer: str, fresh: bool, damage: str, outcomes: Callable[..., Outcomes]
 ) -> None:
-    path = copied(optimizer)
-    DAMAGES[damage](path)
-    seal(path)
-    first, *others = run_ranks(refuse, 2, str(path), strategy, optimizer, fresh)
+    folder, ranks = outcomes(strategy, optimizer, fresh)
+    path, (first, *others) = folder / damage, [found[damage] for found in ranks]
+    assert all(one[2] for one in (first, *others)), f"changed, and refused: {first[1]}"
     assert all(other == first for other in others), "every rank raises the same"
     # What a model or an optimizer alone can tell is no fault of the files.
     told_by_them = damage in ("lr", "scalars", "refused by its module", "fails in its module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resumed run may change, what it refuses, and from which checkpoint it goes on."""
+"""A resumed run: changes that are taken or refused, and the checkpoint from which it goes on."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_every_field_is_classified() -> None:
 def seen(
     rank: int, world_size: int, folder: str, path: str, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a resumed run does, as far as it can be seen from outside of its configuration."""
+    """The behaviour of a resumed run that can be seen from outside of its configuration."""
     before = torch.are_deterministic_algorithms_enabled()
     calls: list[int] = []
     try:

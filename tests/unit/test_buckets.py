@@ -244,7 +244,7 @@ def test_leftovers_are_cut_where_whole_ones_would_pad() -> None:
 
 
 def test_small_leftovers_stay_whole() -> None:
-    """What they pad is less than a message more would cost."""
+    """Their padding is less than a further message would cost."""
     buckets = plan(layers(5, [(64, 64), (32, 64)]), 4, 1 << 24)
     assert len(buckets) == 1
     assert holders(buckets) == {1: 10}

@@ -39,7 +39,7 @@ def dp() -> Axis:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What ``rank`` contributes: any rank can compute any other's."""
+    """The contribution of ``rank``: any rank can compute any other's."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype in FLOAT8:
         # Every byte pattern but those of NaN, which equal nothing.

@@ -28,7 +28,7 @@ from shardwise.train.tokens import (
 
 
 def rows(**columns: list[Any]) -> list[dict[str, Any]]:
-    """What a streamed dataset gives when it is read."""
+    """The rows of a streamed dataset."""
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]

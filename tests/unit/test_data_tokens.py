@@ -341,7 +341,7 @@ def test_any_number_of_workers_makes_the_same_tokens(
 def test_caches_that_were_cleaned_or_damaged_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What earlier runs left may be removed file by file, or rot; or a user has no home for it."""
+    """Files of earlier runs may be removed one by one, or rot; or a user has no home for it."""
     pytest.importorskip("tokenizers")
     (tmp_path / "text").write_bytes(b"the fox and the dog, " * 99)
     options = {"spec": str(tmp_path / "text"), "tokenizer": "bpe:283"}

@@ -218,7 +218,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def setup(names: list[str]) -> dict[str, Any]:
-    """What the text around a block has already spoken of."""
+    """The names that the text around a block has already spoken of."""
     there: dict[str, Any] = {"__name__": "__page__", "torch": torch, "sw": sw}
     experts: dict[str, Any] = {"num_experts": 4, "expert_hidden_dim": 32}
     for name in names:

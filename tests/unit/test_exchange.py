@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes which matrix: plans for many ranks, without any; and what plans refuse."""
+"""The owner of each matrix: plans for many ranks, without any; and refusals of plans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def llama(
 
 
 def check(found: Ownership) -> None:
-    """What holds for every plan."""
+    """Check the rules of every plan."""
     size = found.num_shards
     assert len(found.owners) == len(found.matrices) > 0
     assert all(0 <= r < found.num_replicas and 0 <= s < size for r, s in found.owners)

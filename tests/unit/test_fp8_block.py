@@ -276,8 +276,8 @@ def test_experts_multiply_codes_by_codes_with_one_scale_a_row_and_one_an_expert(
 
 
 def test_the_gradient_of_experts_is_a_product_of_codes() -> None:
-    """It sums over rows, whose scales are multiplied into x: exact, but for rows that are too small
-    beside the largest of their expert to count."""
+    """The product sums over rows, whose scales are multiplied into x: exact, but for rows that are
+    too small beside the largest of their expert to count."""
     generator = torch.Generator().manual_seed(7)
     sizes = (5, 0, 90, 2)
     ends = torch.tensor(sizes).cumsum(0).int()

@@ -220,7 +220,7 @@ def test_rows_are_turned_into_blocks_of_one_expert() -> None:
 @inside
 @pytest.mark.parametrize("tokens", [128, 150])
 def test_norms_swiglu_and_its_gradient_write_both_planes(tokens: int) -> None:
-    """Of rows that lie apart, as slices of one product do; but for the last bit of exp."""
+    """For rows that lie apart, as slices of one product do; but for the last bit of exp."""
     generator = torch.Generator().manual_seed(5)
     both = torch.randn(tokens, 512, generator=generator).bfloat16()
     both[9, 3], both[20] = float("nan"), 0.0

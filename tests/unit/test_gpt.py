@@ -345,7 +345,7 @@ def test_values_are_the_same_by_way_of_the_meta_device(config: GPTConfig) -> Non
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_a_step_without_values_has_the_right_shapes(config: GPTConfig) -> None:
-    """What a dry run does."""
+    """A dry run takes such steps."""
     with torch.device("meta"):
         model = GPT(replace(config, recompute="block"))
         tokens = torch.zeros(2, config.context, dtype=torch.int64)

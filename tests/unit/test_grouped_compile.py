@@ -42,7 +42,7 @@ def built(
     source: Any = ASTSource,
     **options: int,
 ) -> Any:
-    """What is neither constant nor typed is a 32-bit integer."""
+    """Compile a kernel. Arguments that are neither constant nor typed are 32-bit integers."""
     known = types | dict.fromkeys(constants, "constexpr")
     signature = {name: known.get(name, "i32") for name in kernel.arg_names}
     made = source(fn=kernel, signature=signature, constexprs=constants)

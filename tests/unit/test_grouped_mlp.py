@@ -216,7 +216,7 @@ def test_a_forward_casts_no_rows() -> None:
 
 
 def test_z_is_given_back_before_the_gradients_of_the_first_linear() -> None:
-    """They are the largest, and z the largest of what is kept; a retained graph keeps it."""
+    """Its gradients are the largest, as z is of the kept tensors; a retained graph keeps z."""
     seen: list[bool] = []
 
     class Watching(GroupedProducts):

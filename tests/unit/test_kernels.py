@@ -216,7 +216,7 @@ def test_a_bad_guess_is_settled() -> None:
     ("guessed", "kept"), [(2**3, True), (2**4, False), (2**-9, True), (2**-10, False)]
 )
 def test_a_guess_is_kept_as_long_as_it_serves(guessed: float, kept: bool) -> None:
-    """Of a matrix of ones: too large a guess makes subnormals of it, too small a one overflows."""
+    """A matrix of ones: too large a guess makes subnormals of it, too small a one overflows."""
     batch, values = torch.ones(1, 64, 64), poisoned(1, 64, 64, dtype=torch.float16)
     samples = torch.full((1, SAMPLES), guessed**2 / SAMPLES, dtype=torch.float64)
     partials, inverse = torch.full((1, 1), 4096.0, dtype=torch.float64), poisoned(1)

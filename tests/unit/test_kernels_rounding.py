@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 16 bits cost the direct and the Gram iteration, at sizes the interpreter is too slow for.
+"""Errors of 16 bits in the direct and the Gram iteration, at sizes too large for the interpreter.
 
 The iterations are the library's; torch stands in for the two product kernels and rounds, mirrors
 and scales where they do.

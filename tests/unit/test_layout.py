@@ -46,7 +46,7 @@ def item_lists(draw: st.DrawFn, largest: int = 1 << 20) -> list[Item]:
 
 
 def fsdp2_numel(items: list[Item], num_shards: int) -> int:
-    """What torch FSDP2 allocates: each parameter padded alone to whole rows on every rank."""
+    """Elements that torch FSDP2 allocates: each parameter is padded to whole rows on every rank."""
     lengths = [item.shape[0] if item.shape else 1 for item in items]
     return sum(
         -(-length // num_shards) * num_shards * prod(item.shape[1:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop owes a router and may forget: each is told once, and nothing else is."""
+"""Calls of a router that a training loop may forget: each is told once, and nothing else is."""
 
 from __future__ import annotations
 

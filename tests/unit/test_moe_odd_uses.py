@@ -96,7 +96,7 @@ def test_counts_and_biases_stay_exact_in_a_bf16_model() -> None:
 
 
 def test_counts_start_anew_where_a_model_without_values_gets_them() -> None:
-    """They are no part of a state dict, so loading one does not bring them."""
+    """Counts are no part of a state dict, so loading one does not bring them."""
     with torch.device("meta"):
         made = mixture(bias_rate=0.001)
     torch.use_deterministic_algorithms(True)  # what to_empty leaves is nan then, not luck

@@ -92,7 +92,7 @@ def test_every_code_under_every_scale_is_decoded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_is_encoded_is_decoded_exactly(block: Block) -> None:
-    """Of everything that encode makes, bf16 holds the value: nothing is rounded a second time."""
+    """bf16 holds the value of everything that encode makes: nothing is rounded a second time."""
     for scale, x in reference.exhaustive():
         if scale % 16 and 4 < scale < 244:
             continue

@@ -293,7 +293,7 @@ def test_a_result_outlives_the_workspace_it_was_made_in() -> None:
 
 
 def offset_of(row: int, block: int, blocks: int) -> int:
-    """Where the scale of (row, block) lies, by the layout's published formula."""
+    """The place of the scale of (row, block), by the layout's published formula."""
     tile = (row // 128) * -(-blocks // 4) + block // 4
     return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
 
@@ -314,7 +314,7 @@ TORCHS = inspect.signature(F.scaled_mm)  # type: ignore[attr-defined]  # before 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, recipe_a: Any, scale_b: Tensor,
               recipe_b: Any, *, swizzle_a: Any, swizzle_b: Any, bias: Tensor | None,
               output_dtype: torch.dtype) -> Tensor:  # fmt: skip
-    """What the hardware is asked for, one scale at a time."""
+    """The product that the hardware is asked for, one scale at a time."""
     given = {"swizzle_a": swizzle_a, "swizzle_b": swizzle_b, "bias": bias}
     TORCHS.bind(a, b, scale_a, recipe_a, scale_b, recipe_b, **given, output_dtype=output_dtype)
     assert a.dtype == b.dtype == torch.float8_e4m3fn and a.shape[1] == b.shape[0]

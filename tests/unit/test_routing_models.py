@@ -299,7 +299,7 @@ def test_a_route_outlives_the_parameters_it_was_chosen_for(kind: str) -> None:
 
 
 def fused_experts(rank: int, world_size: int) -> str:
-    """What a module declares of its parameters holds for those that torch puts in their place."""
+    """Declarations of a module's parameters hold for those that torch puts in their place."""
     model = nn.Module()
     model.experts = GroupedMLP(2, 8, 8, activation=swiglu())
     fully_shard(model, mesh=mesh_of(world_size))

@@ -138,8 +138,8 @@ def problem(config: TrainConfig, ranks: int, memory: float) -> str | None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_starts_on_three_machines_without_a_flag(name: str) -> None:
-    """What fits 24 GB fits an H200; eight ranks are a plan of their own. (The two variants of
-    gpt_1b: one where there are nodes, the other where codes are most of a rank.)"""
+    """A recipe that fits 24 GB fits an H200; eight ranks are a plan of their own. (The two variants
+    of gpt_1b: one where there are nodes, the other where codes are most of a rank.)"""
     only = {"gpt_1b_nodes": MACHINES[2:], "gpt_1b_mxfp8": MACHINES[:1]}
     for ranks, memory in MACHINES[::2]:
         assert RECIPES[name]().share(ranks) > 0 and RECIPES[name]().mesh_shape(ranks)
