@@ -291,7 +291,7 @@ class ShardedTensor(DTensor):
             raise NotImplementedError(
                 f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
             )
-        if self.version is not None and self.version.reading is not None:
+        if self.version is not None:
             self.version.await_readers()  # the caller may write
         return self._local_tensor
 
