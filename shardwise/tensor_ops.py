@@ -143,7 +143,7 @@ class Operations:
 
     def _refuse_own(self, func: Any, args: Any, kwargs: Any) -> None:
         if recorded_with_own(args):
-            why = "the other operand was computed by this rank, and no gradient would be reduced"
+            why = "this rank computed the other operand, whose gradient would not be reduced"
             self._refuse(func, args, kwargs, why)
 
     def _into_plain(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
