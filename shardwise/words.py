@@ -147,7 +147,7 @@ def bound_problems(
     def fits(value: Any) -> bool:
         if whole and type(value) is not int:
             return False
-        return least < value < math.inf if above else least <= value < math.inf
+        return bool(least < value < math.inf if above else least <= value < math.inf)
 
     values = {name: getattr(settings, name) for name in names}
     return [
