@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with a clip in one pass: each value of weights, gradients and states is read once.
+"""AdamW and a clip in one pass: each value of weights, gradients and states is read once.
 
-torch's fused kernel, given a scale, writes the scaled gradients back too: 8 transfers of fp32
-instead of 7 for each element, in dozens of launches instead of one or two.
+torch's fused kernel with a scale also writes the scaled gradients back: 8 transfers of fp32 instead
+of 7 for each element, in dozens of launches instead of one or two.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -20,16 +20,15 @@ from shardwise.kernels.launch import run
 from shardwise.kernels.momentum import TYPES
 from shardwise.kernels.tables import addresses
 
-BLOCK = 2048  # elements a program holds at a time
-CHUNK = 8 * BLOCK  # elements a program walks
+BLOCK = 2048  # elements that a program holds at a time
+CHUNK = 8 * BLOCK  # elements of a program
 
 
 def step_rates(
     steps: Tensor, *, lr: float | Tensor, betas: tuple[float, float], weight_decay: float
 ) -> Tensor:
-    """[3, n] for pieces in their steps [n], counted from 1: the learning rate without the bias of
-    the average; the factor that takes the bias from the root of the squares; the factor of decay.
-    """
+    """[3, n], for the steps [n] of pieces, counted from 1: the learning rate, corrected for the
+    bias of the average; the factor that corrects the root of the squares; the factor of decay."""
     number = steps.double()
     size, root = lr / (1 - betas[0] ** number), (1 - betas[1] ** number).rsqrt()
     return torch.stack([size, root, torch.ones_like(size) * (1 - lr * weight_decay)]).float()
@@ -75,10 +74,9 @@ def _adamw_kernel(
 def fits(*pieces: Sequence[Tensor]) -> bool:
     """Whether the kernel takes these weights, gradients, averages and squares."""
     weights, grads, averages, squares = pieces
-    narrow = any(one.dtype != torch.float32 for one in (*weights, *averages, *squares))
-    dtypes = {one.dtype for one in grads}
-    whole = all(one.is_contiguous() for column in pieces for one in column)
-    return not narrow and dtypes <= TYPES.keys() and whole
+    wide = all(piece.dtype == torch.float32 for piece in (*weights, *averages, *squares))
+    known = all(grad.dtype in TYPES for grad in grads)
+    return wide and known and all(piece.is_contiguous() for column in pieces for piece in column)
 
 
 def step(
@@ -95,22 +93,23 @@ def step(
     clip: Tensor,
     besides: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """Step all pieces in place, as torch's AdamW does with clipped gradients; count their steps.
+    """Update all pieces in place, like torch's AdamW with clipped gradients, and count the steps.
 
-    ``clip`` [2]: the factor of the gradients; and 1 where nothing may change, else 0. ``besides``:
+    ``clip`` [2]: the factor of the gradients; and 1 if nothing may change, else 0. ``besides``:
     16-bit copies of some weights, which are written too.
     """
-    # As a list: torch would read a single tensor, a scalar to it, on the host.
+    # A list: torch would treat a single tensor as a scalar, and read it on the host.
     torch._foreach_add_(list(steps), [1 - clip[1]] * len(steps))
     copies = [b if b is not None else w for b, w in zip(besides or weights, weights, strict=True)]
     columns = (weights, grads, averages, squares, copies)
-    # A launch has as many programs for each piece as the longest needs: vectors go by themselves.
+    # A launch has as many programs for each piece as the longest piece needs, so short pieces have
+    # a launch of their own.
     rows = zip(weights, grads, copies, strict=True)
-    kinds = [(one.numel() > CHUNK, grad.dtype, copy.dtype) for one, grad, copy in rows]
+    kinds = [(weight.numel() > CHUNK, grad.dtype, copy.dtype) for weight, grad, copy in rows]
     for kind in dict.fromkeys(kinds):
-        chosen = [at for at, one in enumerate(kinds) if one == kind]
-        table = addresses([[column[at] for at in chosen] for column in columns])
-        numbers = torch.stack([steps[at] for at in chosen])
+        chosen = [index for index, other in enumerate(kinds) if other == kind]
+        table = addresses([[column[index] for index in chosen] for column in columns])
+        numbers = torch.stack([steps[index] for index in chosen])
         rates = step_rates(numbers, lr=lr, betas=betas, weight_decay=weight_decay)
         run(
             _adamw_kernel, (-(-table.longest // CHUNK), len(chosen)),

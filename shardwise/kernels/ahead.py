@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled ahead of their first launch, side by side, while a model is compiled.
+"""Kernels compiled in threads ahead of their first launch, while a model is compiled.
 
-    compile_ahead(work)      ``work`` launches on tensors without memory (the device "meta"):
-                             Triton describes the arguments, and a thread compiles for them
-    the first real launch    waits for its kernel, and raises what the compilation raised
+    compile_ahead(work)      ``work`` launches on tensors without memory (device "meta"): Triton
+                             describes the arguments, and a thread compiles for them
+    the first real launch    waits for its kernel, and raises the errors of the compilation
 
-Triton compiles outside of Python's lock for nearly all of the time. The thread that launches loads
-the kernel and its launcher: to Python all launchers of Triton 3.6 are one module, so a thread that
-loads one while another thread does can get the other's, with other arguments.
+Triton releases Python's lock for nearly all of a compilation. The thread that launches loads the
+kernel and its launcher. All launchers of Triton 3.6 have one module name, so two threads that load
+launchers at the same time could get each other's, with other arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def planned(tensor: Tensor) -> bool:
-    """Whether work on tensors like this is only planned: no kernel is launched or compiled."""
+    """Whether work on this tensor is only planned: no kernel is launched or compiled."""
     return tensor.is_meta and not _compiling.get()
 
 
@@ -32,7 +32,7 @@ def compile_ahead(work: Callable[[], None]) -> None:
 
     def run() -> None:
         _compiling.set(True)
-        AsyncCompileMode(threads).__enter__()  # never left, which would wait
+        AsyncCompileMode(threads).__enter__()  # without an exit, which would wait
         work()
 
     threads = ThreadPoolExecutor(4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small matrices: the whole Newton-Schulz of one matrix in one program, one launch for a batch.
+"""Small matrices: Newton-Schulz of one matrix in one program, with one launch for a batch.
 
 ::
 
@@ -7,9 +7,9 @@
     read X in slices -> Y = Q·X, R = Y·Yᵀ          iterations [restart, end) give Q'
     read X in slices -> Y = Q·X, store Q'·Y        Y is computed twice and never stored
 
-Heads, routers and adapters have a short side of 128 or less: with separate products, launches would
-take most of the time. This is the Gram form with the same roundings as ``iterate.gram``, except
-that products of the short side are summed in one piece.
+Heads, routers and adapters have a short side of 128 or less. With separate products, launches would
+take most of the time. This is the Gram form with the rounding of ``iterate.gram``, except that
+products over the short side are summed in one piece.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -121,27 +121,13 @@ def newton_schulz_block(packed: Packed, polynomial: Polynomial, table: Tensor) -
     short, long = (columns, rows) if tall else (rows, columns)
     size = max(16, triton.next_power_of_2(short))
     out = values.new_empty(values.shape)
+    short_stride, long_stride = (1, columns) if tall else (columns, 1)
     run(
-        _block_kernel,
-        (count,),
-        values,
-        packed.inverse_norms,
-        out,
-        table,
-        short,
-        long,
-        1 if tall else columns,
-        columns if tall else 1,
-        rows * columns,
-        polynomial.first_steps("block"),
-        polynomial.steps,
-        polynomial.safety,
-        gram_scale=GRAM_SCALE,
-        value_scale=VALUE_SCALE,
-        size=size,
-        slice_width=64,
-        schatten=polynomial.norm == "schatten4",
-        num_warps=8 if size > 64 else 4,
-        num_stages=3,
-    )
+        _block_kernel, (count,),
+        values, packed.inverse_norms, out, table,
+        short, long, short_stride, long_stride, rows * columns,
+        polynomial.first_steps("block"), polynomial.steps, polynomial.safety,
+        gram_scale=GRAM_SCALE, value_scale=VALUE_SCALE, size=size, slice_width=64,
+        schatten=polynomial.norm == "schatten4", num_warps=8 if size > 64 else 4, num_stages=3,
+    )  # fmt: skip
     return out

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of each matrix that the first step of an iteration needs, by one launch.
+"""The scale factors of each matrix that the first step of an iteration needs, by one launch.
 
-The first Gram R is formed of values whose norm is not yet 1; its own norm bounds X from there:
+The first Gram R is formed from X / ||X||. Its norm gives a tighter bound of X: R is multiplied by f
+from there on, and X by √f / ||X||.
 
-    f = 1 / (safety² · ||R||)          of R, and √f of X          (norm schatten4)
-    f = 1 / safety²                                               (norm frobenius)
+    f = 1 / (safety² · ||R||)          norm schatten4
+    f = 1 / safety²                    norm frobenius
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -23,12 +24,12 @@ from shardwise.kernels.launch import ALIGNMENT, run
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Pairs [n, 2] as ``symmetric_product`` takes them: of the product, and of the added term."""
+    """Pairs [n, 2] for ``symmetric_product``: factors of the product and of the added term."""
 
-    square: Tensor  # f², f: R R, and R
-    inner: Tensor  # 1, f: a square of what is rescaled already, and R
+    square: Tensor  # f², f: for R R and R
+    inner: Tensor  # 1, f: for the square of a matrix that is rescaled already, and R
     both: Tensor  # f, f
-    x: Tensor  # [n]: the factor that X still lacks
+    x: Tensor  # [n]: the factor of X
 
     @property
     def linear(self) -> Tensor:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The polynomials of Newton-Schulz, and the form, tiles and cost for a shape: plain values.
 
-One iteration takes X to (a + b·R + c·R²)·X with R = X·Xᵀ, the Gram. With m the short side, r the
-long one over it and a product of m x m matrices counted as 2m³ FLOP, half of that where the result
-is symmetric, 5 iterations cost, in m³:
+One iteration replaces X by (a + b·R + c·R²)·X, where R = X·Xᵀ is the Gram matrix. Let m be the
+short side, and r the ratio of the long side to it. A product of m x m matrices costs 2m³ FLOP, or
+half of that if the result is symmetric. Then 5 iterations cost, in m³:
 
-    direct   R, then a + b·R + c·R², then its product with X, each time        5·(r + 1 + 2r)
-    gram     the iterations run on R only and multiply up Q, the product of     6r + 14
-             all polynomials; X is multiplied by Q at the restart and at the end
-    block    the Gram form of one small matrix, whole, in one program
+    direct   each iteration: R, then a + b·R + c·R², then its product with X    5·(r + 1 + 2r)
+    gram     the iterations work on R only, and form Q, the product of all      6r + 14
+             polynomials; X is multiplied by Q at the restart and at the end
+    block    the Gram form for one small matrix in one program
 
-With one more product the polynomial has fourth degree in R (ninth in X): two such steps do the work
-of three of fifth degree, for 2m³ less.
+With one more product, the polynomial has degree four in R (nine in X). Two such steps do the work
+of three steps of degree five in X, for 2m³ less.
 
 The Gram form in fp16 needs the restart: R holds squares, so singular values under 1/50 of the
 largest are lost in R's rounding until the first iterations have raised them.
@@ -28,8 +28,8 @@ Step = tuple[float, ...]  # a, b, c of a·s + b·s³ + c·s⁵, or a to e, up to
 Form = Literal["direct", "gram", "block"]
 Norm = Literal["frobenius", "schatten4"]
 
-# Powers of two that keep 16-bit numbers away from fp16's subnormals and from overflow: R's
-# eigenvalues and X's singular values are at most about 1, and elements are no larger.
+# Powers of two that keep 16-bit numbers away from fp16's subnormals and from overflow. Eigenvalues
+# of R and singular values of X are at most about 1, and so are their elements.
 GRAM_SCALE = 2.0**12
 VALUE_SCALE = 2.0**10
 LARGEST_BLOCK = 128  # the largest short side of the block form, which one program holds
@@ -39,14 +39,14 @@ LARGEST_BLOCK = 128  # the largest short side of the block form, which one progr
 class Polynomial:
     """The polynomials of an iteration, one per step, and the bound that divides X first.
 
-    ``frobenius`` bounds the largest singular value safely. ``schatten4``, the square root of
-    ||X·Xᵀ||_F, is tighter, so that fewer steps suffice, and costs nothing in the Gram form.
+    ``frobenius`` bounds the largest singular value. ``schatten4``, the square root of ||X·Xᵀ||_F,
+    is a tighter bound, with which fewer steps suffice, and costs nothing in the Gram form.
     """
 
     coefficients: tuple[Step, ...]
     name: str = "custom"
     norm: Norm = "frobenius"
-    safety: float = 1.0  # the bound is multiplied by it
+    safety: float = 1.0  # a factor of the bound
     restart: int | None = None  # Gram form: steps before X is formed again; None: half; 0: never
 
     def __post_init__(self) -> None:
@@ -71,15 +71,15 @@ class Polynomial:
 
     @property
     def nested(self) -> bool:
-        """Whether some step squares a square, which needs one more buffer."""
+        """Whether any step squares a square, which needs one more buffer."""
         return any(len(step) > 3 for step in self.coefficients)
 
     def first_steps(self, form: Form) -> int:
-        """The number of steps before the restart; all of them where there is none.
+        """The number of steps before the restart; all steps if there is none.
 
-        The default is half of the steps. Of five steps, the kernels' Gram form, which mirrors its
-        products, takes three before the restart; the block form, and torch's Gram form, which
-        rounds alike, take two. This choice had the smallest errors over even, 1/i, 1/i^2,
+        The default is half of the steps. With five steps, the kernels' Gram form, which mirrors its
+        products, takes three before the restart. The block form, and torch's Gram form, which
+        rounds in the same way, take two. This choice had the smallest errors over even, 1/i, 1/i^2,
         logarithmic and spiky spectra.
         """
         half = (self.steps + (form == "gram")) // 2
@@ -96,7 +96,8 @@ def problems_of(step: Step) -> list[str]:
     if step[4] == 0:
         return [f"a step {step}: five coefficients end with one that is not 0; or give three"]
     (shift, linear, _), _ = stages(step)
-    # Singular values stay under 2, so R under 4; the squared matrix is kept in fp16, times 2^10.
+    # Singular values stay under 2, so R stays under 4; the squared matrix is stored in fp16, times
+    # VALUE_SCALE.
     largest = abs(shift) + 4 * abs(linear) + 16
     if largest * VALUE_SCALE > 65504:
         return [f"a step {step}: its inner square may reach {largest:.0f}, too large for fp16"]
@@ -104,10 +105,11 @@ def problems_of(step: Step) -> list[str]:
 
 
 def stages(step: Step, *, constant: bool = True) -> list[Triple]:
-    """A step's polynomial of R, one product a stage: P becomes shift + linear·R + square·P².
+    """The polynomial of a step in stages of one product: P becomes shift + linear·R + square·P².
 
-    P is R at first and the polynomial at the end; ``constant=False`` leaves ``a`` out. A polynomial
-    of fourth degree is a completed square and a remainder: e·(R² + α·R + β)² + b'·R + a'.
+    P is R at first, and the polynomial at the end; ``constant=False`` leaves ``a`` out. A
+    polynomial of degree four in R is a completed square and a remainder:
+    e·(R² + α·R + β)² + b'·R + a'.
     """
     a, b, c = step[:3]
     if len(step) == 3:
@@ -126,11 +128,11 @@ class ProductTile:
 
     rows: int
     columns: int
-    step: int  # length of the summed dimension per load
+    step: int  # the length of the summed dimension in one load
     warps: int
     stages: int  # loads in flight
-    persistent: bool  # one program per multiprocessor walks many tiles
-    flatten: bool = False  # the next tile is loaded while this one is stored
+    persistent: bool  # one program per multiprocessor computes many tiles
+    flatten: bool = False  # the next tile is loaded while this tile is stored
 
     def __post_init__(self) -> None:
         if self.columns not in (self.rows, 2 * self.rows):
@@ -138,19 +140,19 @@ class ProductTile:
 
 
 # H200, `python -m benchmarks.muon tiles` of 2026-11-15 (torch 2.11, Triton 3.6): this tile was the
-# best of ten, or within a few percent of it, for every side and product. Narrower tiles read more
-# from L2; more stages leave no room for the store; and since the chip is at its power limit in long
-# runs (fp16 products fall from 700 to 620 TFLOP/s), finer choices are lost in the noise.
+# best of ten, or within a few percent of the best, for every side and product. Narrower tiles read
+# more from L2. More stages leave no memory for the store. The chip reaches its power limit in long
+# runs (fp16 products fall from 700 to 620 TFLOP/s), so finer choices are lost in the noise.
 WIDE = ProductTile(rows=128, columns=256, step=64, warps=8, stages=3, persistent=True, flatten=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Useful TFLOP/s of full batches; a symmetric result counts half of its products."""
+    """Useful TFLOP/s of full batches; for a symmetric result, half of the product counts."""
 
     side: int
     gram: float  # X·Xᵀ
-    moved: float  # products of m x m matrices with a term added
+    moved: float  # products of m x m matrices plus a term
     applied: float  # Q·X
 
 
@@ -168,7 +170,7 @@ BLOCK_RATE = 137.0
 
 
 def num_grams(polynomial: Polynomial, form: Form) -> int:
-    """How many Gram matrices an iteration holds at one time for each matrix."""
+    """The most Gram matrices that an iteration holds at one time for each matrix."""
     first = polynomial.first_steps("gram")
     own = {"block": 0, "direct": 2, "gram": 1 + max(first, polynomial.steps - first)}[form]
     return own + (polynomial.nested and form != "block")
@@ -176,8 +178,8 @@ def num_grams(polynomial: Polynomial, form: Form) -> int:
 
 @cache
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
-    """The form with the least measured cost. Only the shape decides: a matrix's bits must not
-    depend on the number of matrices that are orthogonalised with it."""
+    """The form with the least measured cost. The shape alone decides, because the bits of a matrix
+    must not depend on the other matrices of the batch."""
     if min(rows, columns) <= LARGEST_BLOCK:
         return "block"
     direct = milliseconds(rows, columns, polynomial, "direct")
@@ -199,9 +201,8 @@ def milliseconds(
 
 
 def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[int, int, int]:
-    """(X·Xᵀ, products of m x m matrices, Q·X): the operations of a form, without a tile's waste.
-
-    The first two have symmetric results, of which only half is computed.
+    """(X·Xᵀ, products of m x m matrices, Q·X): the operations of a form, without those of partial
+    tiles. The first two results are symmetric, and only half of each is computed.
     """
     cube, slab = short**3, short**2 * long
     squares = sum(num_squares(step) for step in polynomial.coefficients)
@@ -210,7 +211,7 @@ def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[int
         return steps * slab, squares * cube, 2 * steps * slab
     first = polynomial.first_steps(form)
     runs = 1 if first == steps else 2
-    # Each iteration but a run's last updates the Gram (2 products) and multiplies into Q (1).
+    # Each iteration, except the last of a run, updates the Gram (2 products) and Q (1 product).
     return runs * slab, (squares + 3 * (steps - runs)) * cube, 2 * runs * slab
 
 

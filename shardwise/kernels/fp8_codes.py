@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 in blocks of 128: weights in 128x128, activations along rows and columns in one pass.
+"""fp8 in blocks of 128: weights in 128x128; activations along rows and columns, in one pass.
 
 ::
 
@@ -8,12 +8,13 @@
       of each column, turned   -->  turned [features, tokens]   scales [tokens/128, features]
       or of the tile, turned   -->  turned [features, tokens]   scales [features/128, tokens/128]
 
-Both operands of an fp8 product have the summed dimension innermost, so the weight's gradient, which
-sums over tokens, reads turned codes. A tile is held in registers, two neighbours of a row as one
-word of 32 bits, and four tokens in one thread: their codes are one word that is turned.
+Both operands of an fp8 product have the summed dimension innermost. So the gradient of a weight,
+which sums over tokens, reads turned (transposed) codes. Registers hold a tile with two neighbours
+of a row in a word of 32 bits, and four tokens in one thread: their codes are one word, which is
+turned.
 
-The bits are those of ``precision/fp8.py``. Tokens past the last fill up the last tile as zeros.
-Features and sides of weights are multiples of 16; where some are none of 128, the last tiles are
+The bits are those of ``precision/fp8.py``. Zeros fill the last tile past the last token. Features
+and sides of weights are multiples of 16; if they are no multiples of 128, the last tiles are
 partial (``ragged``).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -38,16 +39,17 @@ WIDE = 128
 
 @triton.jit
 def block_scale(largest, rceil: tl.constexpr, native: tl.constexpr = False):
-    """fp32 scales and their inverses for magnitudes with these bits (bf16 as the upper half)."""
+    """fp32 scales and their inverses, for blocks whose largest magnitudes have these bits (bf16 in
+    the upper half)."""
     if rceil:
         byte, inverse = scale_and_inverse(largest, True)
         bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
         scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
-        # 0x0D800000: 2^-100. NaN and infinities mark their block.
+        # 0x0D800000: 2^-100. A NaN or an infinity makes the scale of its block NaN.
         known = tl.maximum(largest, 0x0D800000).to(tl.float32, bitcast=True)
         scale = tl.where(largest >= 0x7F800000, float("nan"), known * 0.002232142956927419)
-        if native:  # the same bits without a check for subnormals: there are none
+        if native:  # the same bits, without the check for subnormals, which do not occur
             inverse = tl.inline_asm_elementwise(
                 "{.reg .f32 y, e; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000;"
                 " neg.f32 e, e; fma.rn.f32 $0, y, e, y;}",
@@ -73,9 +75,9 @@ def _load_words(ptr, token, stride, tokens, pairs, even: tl.constexpr, ragged: t
 
 @triton.jit
 def load_tile(ptr, stride, tokens, even: tl.constexpr, pairs=64, ragged: tl.constexpr = False):
-    """Words [32, 64], of two neighbours in bf16 each, of the tokens 0, 4, 8, ... of a tile, of
-    1, 5, 9, ..., and so on; zeros past the last of ``tokens``, and where tiles are ``ragged`` past
-    the last of ``pairs``. Rows lie ``stride`` words apart."""
+    """Four tensors of words [32, 64], each word two neighbours in bf16: the tokens 0, 4, 8, ... of
+    a tile; 1, 5, 9, ...; and so on. Words past ``tokens`` are zeros, and if ``ragged``, past
+    ``pairs``. Rows are ``stride`` words apart."""
     token = 4 * tl.arange(0, 32)[:, None]
     return (
         _load_words(ptr, token, stride, tokens, pairs, even, ragged),
@@ -97,7 +99,7 @@ def high(words):
 
 @triton.jit
 def _larger(first, second, native: tl.constexpr = True):
-    """The larger magnitudes of two words of two bf16 each; natively with any sign."""
+    """The larger magnitudes of two words of two bf16 each; if ``native``, with any sign."""
     if native:
         words = tl.inline_asm_elementwise(
             "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], tl.int32,
@@ -122,7 +124,7 @@ def _largest(words, axis: tl.constexpr, native: tl.constexpr):
 @triton.jit
 def _two(first, second, native: tl.constexpr):
     """Codes of two values, as one word."""
-    if native:  # Triton 3.6 joins codes of its own casts into wrong words
+    if native:  # Triton 3.6 makes wrong words of codes of its own casts
         codes = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [first, second], tl.int16,
             is_pure=True, pack=1,
@@ -137,8 +139,8 @@ def _two(first, second, native: tl.constexpr):
 def _write_rows(
     a, b, ptr, place, step, inside, scales_ptr, rceil: tl.constexpr, native: tl.constexpr
 ):  # fmt: skip
-    """Write codes and scales of two rows; returns their largest magnitudes as one word, for half
-    the steps between threads."""
+    """Write codes and scales of two rows; returns their largest magnitudes as one word, which
+    halves the exchanges between threads."""
     even, odd = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
     largest = _largest(_larger(even, odd, native), 1, native)
     scale, inverse = block_scale((largest << 16) & 0x7FFF0000, rceil, native)
@@ -163,12 +165,12 @@ def write_tile(
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
     native: tl.constexpr, pairs=64, ragged: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the planes that are wanted of a tile in words, as :func:`load_tile` returns them; where
-    tiles are ``ragged``, of so many ``pairs`` of features."""
+    """Write planes of a tile that :func:`load_tile` returned; ``rows`` and ``columns`` choose them.
+    If ``ragged``, the tile has ``pairs`` pairs of features."""
     quad, pair = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
     inside = pair < pairs if ragged else None
     if rows:
-        # 64 bits where the tile begins, 32 inside it: half the registers for addresses.
+        # Offsets inside a tile have 32 bits, which halves the registers for addresses.
         codes_ptr += band.to(tl.int64) * 64 * total + strip * 64
         scales_ptr += strip.to(tl.int64) * padded + band * 128 + 4 * quad
         step = total // 2
@@ -229,7 +231,7 @@ def _quantise_kernel(
 
 @triton.jit
 def to_words(first, second, native: tl.constexpr):
-    """fp32 values of an even and an odd feature, as words of two bf16."""
+    """fp32 values of even and odd features, as words of two bf16."""
     if native:
         words = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, is_pure=True,
@@ -247,10 +249,10 @@ def _encode_kernel(
     listed: tl.constexpr, measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr,
     rceil: tl.constexpr, native: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
-    """``measures``: write the largest magnitude of each tile, no codes; ``shared``: read it.
-    Two neighbours of a row are read at once, and their codes written."""
+    """``measures``: write the largest magnitude of each tile and no codes; ``shared``: read the
+    largest magnitudes. Two neighbours of a row are read together, and their codes written."""
     tile = tl.program_id(0)
-    one = tl.zeros([1, 1], tl.int32)  # a scalar of a reduction is not stored alike by every Triton
+    one = tl.zeros([1, 1], tl.int32)  # versions of Triton store a reduced scalar differently
     if listed:  # tiles of many matrices: see ``list_tiles``
         start = tl.multiple_of(tl.load(tiles_ptr + tile), 64)
         into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 64)
@@ -319,10 +321,11 @@ def quantise(
     square: bool = False,  # of turned, with both: fp32 [features / 128, padded / 128]
     rounding: str = "exact",
 ) -> None:
-    """Fill the planes that are given, which may be the part of x in wider ones; ``padded``: the
-    tokens, up to a multiple of 128. Heads are [batch, tokens, heads, features], side by side, with
-    features contiguous and multiples of 128 of tokens and features."""
-    assert not square or planes, "the first pass finds the largest of a tile"
+    """Fill the given planes, which may be the part of x in wider planes; ``padded``: the number of
+    tokens, rounded up to a multiple of 128. Heads are [batch, tokens, heads, features]: features
+    are contiguous, tokens and features are multiples of 128, and the planes hold the heads side by
+    side."""
+    assert not square or planes, "the rows find the largest magnitude of a tile"
     places = (1,) * 5
     if heads := x.dim() == 4:
         batch, tokens, count, features = x.shape
@@ -351,17 +354,17 @@ def quantise(
 
 
 class Matrix(NamedTuple):
-    """The place of a matrix in flat tensors, of values and of codes, in elements."""
+    """The place of a matrix in flat tensors of values and of codes, in elements."""
 
     rows: int
     columns: int
     start: int
     into: int  # a multiple of ``share``
     shared: bool = False  # whether all its blocks have one scale
-    share: int = WIDE**2  # codes for each scale: those of code ``a`` begin at ``a / share``
+    share: int = WIDE**2  # codes for each scale: the scales of code ``a`` begin at ``a / share``
 
     def cut(self, count: int) -> list[Matrix]:
-        """The ``count`` equal matrices, one below another, that this is, each with one scale."""
+        """The matrix, cut into ``count`` equal matrices one below another, each with one scale."""
         rows, size = self.rows // count, self.rows // count * self.columns
         return [
             self._replace(rows=rows, start=self.start + at, into=self.into + at, shared=True)
@@ -372,15 +375,16 @@ class Matrix(NamedTuple):
 class Tiles(NamedTuple):
     """The tiles of many matrices, for one launch."""
 
-    # int64 [6, n]: the first value of a tile, its first code, its scale, the columns of its matrix,
-    # and the rows and columns from the tile on.
+    # int64 [6, n]: the places of a tile's first value, first code and scale, the columns of its
+    # matrix, and the numbers of rows and columns from the tile to the end of the matrix.
     entries: Tensor
-    owners: Tensor | None  # int64 [n]: tiles of one number share a scale; None: each has its own
-    ragged: bool  # whether some tiles are partial
+    owners: Tensor | None  # int64 [n]: tiles of one number share a scale; None: no tiles do
+    ragged: bool  # whether any tiles are partial
 
 
 def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
-    found, owners, first = [], [], 0
+    """The tiles of some matrices in flat tensors."""
+    entries, owners, first = [], [], 0
     for rows, columns, start, into, shared, share in matrices:
         bands, strips = -(-rows // WIDE), -(-columns // WIDE)
         number = torch.arange(bands * strips)
@@ -389,13 +393,13 @@ def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
         scale = (into + band * WIDE * columns) // share + strip
         left = rows - band * WIDE, columns - strip * WIDE
         wide = torch.full_like(number, columns)
-        found.append(torch.stack([start + inside, into + inside, scale, wide, *left]))
+        entries.append(torch.stack([start + inside, into + inside, scale, wide, *left]))
         owners.append(first + (torch.zeros_like(number) if shared else number))
         first += bands * strips
-    some = any(matrix.shared for matrix in matrices)
+    any_shared = any(matrix.shared for matrix in matrices)
     return Tiles(
-        torch.cat(found, 1).to(device),
-        torch.cat(owners).to(device) if some else None,
+        torch.cat(entries, 1).to(device),
+        torch.cat(owners).to(device) if any_shared else None,
         any(matrix.rows % WIDE or matrix.columns % WIDE for matrix in matrices),
     )
 
@@ -403,17 +407,17 @@ def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
 def encode(
     x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 16
     codes: Tensor,  # uint8 [rows, columns]
-    scales: Tensor,  # fp32 [rows / 128, columns / 128], rounded up; rows may lie apart
+    scales: Tensor,  # fp32 [rows / 128, columns / 128], rounded up; rows may have any stride
     *,
     tiles: Tiles | None = None,
     rounding: str = "exact",
 ) -> None:
-    """Encode one matrix, or ``tiles`` of many that lie in flat tensors."""
+    """Encode one matrix, or ``tiles`` of many matrices in flat tensors."""
     if tiles is None:
         (rows, columns), stride, count = x.shape, scales.stride(0), scales.numel()
         ragged = bool(rows % WIDE or columns % WIDE)
     else:
-        rows = columns = stride = WIDE  # each tile has its own
+        rows = columns = stride = WIDE  # not used: each tile is listed with its numbers
         count, ragged = tiles.entries.shape[1], tiles.ragged
     if not count:
         return
@@ -429,18 +433,17 @@ def encode(
             rceil=rounding == "rceil", native=casts_natively(x.device), ragged=ragged, num_warps=16,
         )  # fmt: skip
         if measures and owners is not None:
-            every = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
-            largest = every[owners]
+            largest_of = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
+            largest = largest_of[owners]
 
 
 def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposes of uint8 [..., rows, columns], and of the scales of its blocks, as memory of
-    their own; of many matrices both sides are multiples of 128."""
-    *many, rows, columns = codes.shape
-    out, out_scales = (
-        each.new_empty(*many, *each.shape[-1:], *each.shape[-2:-1]) for each in (codes, scales)
-    )
-    grid = (scales.shape[-2] * scales.shape[-1], math.prod(many))
+    """The transposes of uint8 [..., rows, columns], and of the scales of its blocks, in new memory;
+    both sides of several matrices are multiples of 128."""
+    *batch, rows, columns = codes.shape
+    out = codes.new_empty(*batch, columns, rows)
+    out_scales = scales.new_empty(*batch, scales.shape[-1], scales.shape[-2])
+    grid = (scales.shape[-2] * scales.shape[-1], math.prod(batch))
     run(
         _turn_kernel, grid, codes, scales, out, out_scales, rows, columns, scales.stride(-2),
         ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
@@ -471,7 +474,7 @@ def quantise_rows(
     *,
     rounding: str = "exact",
 ) -> None:
-    """One scale for each row."""
+    """Encode a matrix with one scale for each row."""
     rows, columns = x.shape
     wide = triton.next_power_of_2(columns)
     high = max(1, 8192 // wide)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, SwiGLU and its gradient, written as fp8 codes in both orientations: see ``fp8_codes.py``.
+"""Norms, SwiGLU and its gradient as fp8 codes in both orientations: see ``fp8_codes.py``.
 
 ::
 
@@ -7,8 +7,9 @@
     SwiGLU      gate, up            ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
     gradient    dh, gate, up        ->  dgate, dup               rows in 1x128, turned in 1x128
 
-A norm's factors, one for each token, are found before: a program has 128 features of its tokens.
-Values are computed once, in fp32, and rounded to bf16 before they become codes.
+The factors of a norm, one for each token, are computed before, because a program has only 128
+features of its tokens. Values are computed once, in fp32, and rounded to bf16 before they become
+codes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -28,9 +29,9 @@ from shardwise.kernels.grouped_activation import sigmoid
 from shardwise.kernels.launch import run
 from shardwise.kernels.symmetric import multiprocessors
 
-# Tiles of which backward loads some ahead; forward has a program for each tile. On an H200, of
-# 16384x14336: backward 625 us, where torch's and the quantiser after it took 545 and 580; with 16
-# warps 742, with two stages and twice the programs 817, with one stage 945 to 1290.
+# A program of backward computes many tiles and loads ahead; forward has a program for each tile. On
+# an H200, 16384x14336: backward takes 625 us (torch's gradient and then the quantiser 545 and 580);
+# with 16 warps 742, with two stages and twice the programs 817, with one stage 945 to 1290.
 STAGES, WARPS = 3, 8
 
 
@@ -143,10 +144,10 @@ def swiglu(
     """Fill the planes of ``fp8_block.quantise``.
 
     Args:
-        sources: gate and up, or dh, gate and up: bf16 [tokens, features], rows contiguous, those of
-            dh one after another; features a multiple of 128.
-        planes: of silu(gate) · up, turned in 128x128; or of the gradients of gate and up, side by
-            side, turned in 1x128.
+        sources: gate and up, or dh, gate and up: bf16 [tokens, features]; features are a multiple
+            of 128, rows are contiguous, and dh is contiguous as a whole.
+        planes: silu(gate) · up, turned in 128x128; or the gradients of gate and up, side by side,
+            turned in 1x128.
         gate_first: whether the gradient of gate is the first of the two.
     """
     tokens, features = sources[0].shape
@@ -178,8 +179,8 @@ def norm(
     *,
     rounding: str = "exact",
 ) -> None:
-    """Fill the planes of ``fp8_block.quantise`` of h · factors · weight, turned in 128x128. Tokens
-    past the last are zeros of either sign."""
+    """Fill the planes of ``fp8_block.quantise`` with h · factors · weight, turned in 128x128. Rows
+    past the last token are zeros of either sign."""
     tokens, features = h.shape
     padded = -(-tokens // WIDE) * WIDE
     if tokens:

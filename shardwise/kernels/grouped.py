@@ -2,16 +2,16 @@
 """Grouped products of experts: tiles, their order, and the conditions of the kernels.
 
 Rows are sorted by expert, and the rows of expert ``e`` end at ``ends[e]``. A segment starts at any
-row, so a tile of one expert may reach into the rows of the next:
+row, so a tile of one expert may reach into the rows of the next expert:
 
     rows      | expert 0 ......... | expert 2 .. | expert 3 .................. |   (1 has none)
     tiles     |  0   |  1   |  2 ~~|  3   ~~~~~~~|  4   |  5   |  6   |  7 ~~~|
-                            '- loads go on into the next expert, stores are cut at the segment's end
+                            '- loads continue into the next expert, stores end with the segment
 
-The device computes which tile belongs to which expert, within a bound that depends only on the
-number of rows: the host never waits for the counts.
+The device computes the tiles of each expert. The number of rows alone bounds the number of tiles,
+so the host never waits for the counts.
 
-This file is plain torch; the ``grouped_*`` files beside it hold the kernels.
+This file is plain torch; the ``grouped_*`` files contain the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.kernels import has_triton
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTile:
-    """One kernel's static configuration."""
+    """The static configuration of one kernel."""
 
     rows: int
     columns: int
@@ -39,18 +39,20 @@ class GroupedTile:
 
     @property
     def narrow(self) -> GroupedTile:
+        """A tile of twice the rows and half the columns."""
         return replace(self, rows=2 * self.rows, columns=self.columns // 2, band=self.band // 2)
 
 
-# Measured on an H200 (torch 2.11, Triton 3.6). Shared memory holds the stages and one half tile on
-# its way out: 4 stages leave room for 16-bit halves, 3 for fp32 ones. With FC1_TILE the fused first
-# product beat torch's and a pass after it in all of 20 cases: 2048 to 7168 columns, 64 to 4096
-# rows per expert, even or not: whole forwards were 1.01 to 1.24 times as fast. For 64 experts of
-# 1024 to 448 and 196608 rows it takes 0.87 of their time, as the narrow tile: 648 us.
+# Measured on an H200 (torch 2.11, Triton 3.6). Shared memory holds the stages and the half tile
+# that is being stored: 4 stages leave enough for a 16-bit half, 3 stages for an fp32 half. With
+# FC1_TILE the fused first product was faster than torch's product and a separate activation in all
+# of 20 cases (2048 to 7168 columns, 64 to 4096 rows per expert, even or not): whole forwards were
+# 1.01 to 1.24 times as fast. For 64 experts of 1024 to 448 and 196608 rows, its narrow tile takes
+# 0.87 of their time: 648 us.
 FC1_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=3, flatten=False)
 WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, flatten=False)
-# For the interpreter, where each tile costs the same time: the same code on small problems.
+# For the interpreter, where every tile takes the same time: small problems have several tiles.
 SMALL_FC1_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2)
 SMALL_WEIGHT_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2, flatten=False)
 
@@ -62,7 +64,7 @@ class ActivationNumbers(TypedDict):
     alpha: float
     limit: float | None
     offset: float
-    block: int  # in which gate and up alternate; 0: gate, then up
+    block: int  # rows after which gate and up alternate; 0: first all of gate, then all of up
 
 
 def max_blocks(num_rows: int, num_experts: int, tile_rows: int) -> int:
@@ -81,7 +83,7 @@ def interpreted() -> bool:
 
 
 def device_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The reasons why kernels cannot run on this device with this dtype; none where they can."""
+    """The reasons why kernels cannot run on this device with this dtype."""
     if not has_triton():
         return ["Triton is not installed (pip install triton, or a CUDA build of torch)"]
     if interpreted():
@@ -101,7 +103,7 @@ def device_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def size_problems(in_features: int, width: int, element_size: int) -> list[str]:
-    """Problems of sizes: the rows of every operand must be whole 16-byte words."""
+    """The sizes for which rows of operands are no multiple of 16 bytes."""
     return [
         f"{name}={size}: rows of {size * element_size} bytes are no multiple of 16; "
         f"choose a multiple of {16 // element_size}"
@@ -112,9 +114,9 @@ def size_problems(in_features: int, width: int, element_size: int) -> list[str]:
 
 def fc1_tile(width: int, block: int, gated: bool, tile: GroupedTile) -> GroupedTile | None:
     """The tile of the fused first product for this width and order of gate and up, or None."""
-    for one in (tile, tile.narrow):
-        half = one.columns // 2
+    for candidate in (tile, tile.narrow):
+        half = candidate.columns // 2
         order = block == 0 or (block >= 8 and half % block == 0 and block & (block - 1) == 0)
         if width % half == 0 and (order or not gated):
-            return one
+            return candidate
     return None

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activation between two grouped products, forward and backward, one pass over the rows each.
+"""The activation between two grouped products: one pass over the rows for forward, and one for
+backward.
 
     forward    z (+ bias, in place), p        ->  h
     backward   dh, z, p                       ->  dz, h again (over dh), dp
 
-One program computes whole rows, so ``dp``, a sum along the row, has a fixed order and no atomics.
-``moe/activation.py`` is the definition: fp32 inside, from the rounded ``z``.
+One program computes whole rows, so ``dp``, a sum along the row, has a fixed order and needs no
+atomics. ``moe/activation.py`` is the definition: fp32 inside, from the rounded ``z``.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -22,15 +23,16 @@ from torch import Tensor
 from shardwise.kernels.grouped import ActivationNumbers, interpreted
 from shardwise.kernels.launch import run
 
-# The most columns of h that a program holds at once (512 to 2048 measured: 4.0 to 3.7 TB/s).
+# The most columns of h that a program of backward holds at once (512 to 2048 measured: 4.0 to 3.7
+# TB/s).
 _CHUNK = 512
 
 
-# ``assembly`` is False only in Triton's interpreter, which has none. No product runs during an
-# epilogue, so each of its instructions costs time, and special functions most: 16 run per cycle,
-# where 128 other instructions do. A conversion to bf16 is a special function, unless two values
-# share it, which the compiler allows only where the result is not read again; a division is one
-# special function and ten other instructions.
+# ``assembly`` is False only in Triton's interpreter, which does not support assembly. No product
+# runs during an epilogue, so each of its instructions costs time. Special functions cost most: 16
+# run per cycle, but 128 of other instructions. A conversion to bf16 is a special function, unless
+# it converts two values, which the compiler uses only for results that are not read again. A
+# division is one special function and ten other instructions.
 
 
 @triton.jit
@@ -47,7 +49,8 @@ def rounded(value, dtype: tl.constexpr, assembly: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, assembly: tl.constexpr):
-    """1 / (1 + exp(-x)), in four instructions; subnormals of exp are lost beside the 1 anyway."""
+    """1 / (1 + exp(-x)), in four instructions. Subnormals of exp are flushed to zero: they do not
+    change the sum with 1."""
     if assembly:
         result = tl.inline_asm_elementwise(
             """
@@ -68,7 +71,7 @@ def sigmoid(x, assembly: tl.constexpr):
 
 @triton.jit
 def at_most(value, limit):
-    """A clamp that lets NaN through, as torch's does: a broken weight shows in the output."""
+    """The smaller value. NaN stays NaN, as in torch, so a broken weight shows in the output."""
     return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -82,8 +85,8 @@ def act_forward(
     gate, up, gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     assembly: tl.constexpr,
 ):  # fmt: skip
-    """act(z) in fp32; ``gate`` alone where it is not gated."""
-    # One return at the end of each: Triton visits what stands after a return in a constexpr branch.
+    """act(z) in fp32; of ``gate`` alone if not ``gated``."""
+    # One return, at the end: Triton also compiles the code after a return in a constexpr branch.
     if gated:
         if limit is not None:
             gate = at_most(gate, limit)
@@ -102,7 +105,7 @@ def act_backward(
     scaled, gate, up, gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
     offset: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    """act(z) and, of its gradient ``scaled``, those of gate and up, in fp32."""
+    """act(z), and the gradients of gate and up from its gradient ``scaled``, in fp32."""
     if gated:
         if limit is not None:
             beyond_gate = gate > limit
@@ -146,8 +149,8 @@ def _forward_kernel(
     block: tl.constexpr, rows: tl.constexpr, chunk: tl.constexpr, has_bias: tl.constexpr,
     assembly: tl.constexpr,
 ):  # fmt: skip
-    # From the rows that the product wrote last, which may still be in the L2, to those that the
-    # next product reads first.
+    # The order begins with the rows that the product wrote last, which may still be in L2, and ends
+    # with the rows that the next product reads first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks = tl.cdiv(width, chunk)
     row = program // chunks * rows + tl.arange(0, rows)
@@ -212,7 +215,7 @@ def _chunk_for(width: int, most: int = _CHUNK) -> int:
 
 
 def forward(
-    z: Tensor,  # [rows, width or 2·width]; with a bias it is added in place
+    z: Tensor,  # [rows, width or 2·width]; a bias is added in place
     p: Tensor,  # [rows] fp32
     *,
     bias: Tensor | None = None,  # [experts, columns of z]
@@ -221,7 +224,7 @@ def forward(
     elements: int = 2048,
     **act: Unpack[ActivationNumbers],
 ) -> Tensor:
-    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``."""
+    """h [rows, width]. A program computes ``elements`` elements, ``chunk`` of each row."""
     num_rows = len(z)
     width = z.shape[1] // 2 if act["gated"] else z.shape[1]
     h = torch.empty(num_rows, width, dtype=z.dtype, device=z.device)
@@ -240,7 +243,7 @@ def forward(
 
 
 def backward(
-    dh: Tensor,  # [rows, width]; its memory becomes h's
+    dh: Tensor,  # [rows, width]; overwritten by h
     z: Tensor,
     p: Tensor,
     **act: Unpack[ActivationNumbers],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of experts as fp8 codes: the activation that writes them, and the turn before dW.
+"""Rows of experts as fp8 codes: the activation that writes them, and their turn (transpose) for dW.
 
 ::
 
@@ -12,9 +12,9 @@
         turned   | 0     | 0   00| 2        000| 3     | 3     | 3 000|   zeros to the end
 
 The gradient of a weight sums over rows, and both operands of an fp8 product have the summed
-dimension innermost. Scales of rows can't be taken out of that sum: the product of both sides'
-scales, over the largest of the expert's, is multiplied into the codes of one side. All are powers
-of two, so this rounds only what falls below the normal numbers of e4m3.
+dimension innermost. Scales of rows cannot be factored out of that sum. So the product of a row's
+two scales, divided by the largest such product of the expert, is multiplied into the codes of one
+side. All scales are powers of two, so this rounds only values below the normal numbers of e4m3.
 
 Values are rounded to bf16 before they become codes, as in the separate passes.
 """
@@ -37,14 +37,14 @@ from shardwise.kernels.grouped_fc1 import first_row
 from shardwise.kernels.launch import run
 from shardwise.kernels.mxfp8 import bf16_bits, from_codes, to_codes
 
-WIDEST = 8192  # columns of h; a program holds whole rows in registers
+WIDEST = 8192  # the most columns of h: a program holds whole rows in registers
 
 Coded = tuple[Tensor, Tensor]  # uint8 [rows, columns], fp32 [rows]
 
 
 @triton.jit
 def _load(ptr, place, inside):
-    """bf16 values as fp32, by their bits: the interpreter has no bf16."""
+    """bf16 values as fp32, converted by their bits, because the interpreter has no bf16."""
     raw = tl.load(ptr + place, mask=inside, other=0)
     return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
@@ -75,7 +75,7 @@ def _forward_kernel(
     gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     block: tl.constexpr, high: tl.constexpr, wide: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    # From the rows that the product wrote last, which may still be in the L2.
+    # The order begins with the rows that the product wrote last, which may still be in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = program * high + tl.arange(0, high)[:, None]
     column = tl.arange(0, wide)[None, :]
@@ -88,7 +88,7 @@ def _forward_kernel(
         up = _load(z_ptr, start + up_at, inside)
     p = tl.load(p_ptr + row, mask=row < num_rows, other=0.0)
     bits = _bits(act_forward(gate, up, gated, alpha, limit, offset, assembly) * p, assembly)
-    bits = tl.where(inside, bits, 0)  # of zeros an activation with an offset may be another number
+    bits = tl.where(inside, bits, 0)  # an activation with an offset may be other than 0 for 0
     scale, inverse = block_scale(_largest(bits), True)
     place = row.to(tl.int64) * width + column
     tl.store(codes_ptr + place, _codes(bits, inverse, assembly), mask=inside)
@@ -101,9 +101,9 @@ def _part(
     gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     block: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of dp, and the bits of h, of gate's and of up's gradient, with the largest of
-    the first and of the other two."""
-    inside = column < width  # a constant where no column is beyond
+    """For some columns: their part of dp; the bits of h and of the gradients of gate and up; and
+    the largest magnitudes of h and of both gradients."""
+    inside = column < width  # a constant if all columns are inside
     gate_at, up_at = places(column, width, block, gated)
     dh = _load(dh_ptr, start + column, inside)
     start *= 2 if gated else 1
@@ -141,9 +141,9 @@ def _backward_kernel(
     block: tl.constexpr, width: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
     rest: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    """Columns in two parts, each a power of two: 768 as 512 and 256, not as 1024."""
+    """Columns are computed in two parts, each a power of two: 768 as 512 and 256, not as 1024."""
     row = tl.program_id(0) * high + tl.arange(0, high)[:, None]
-    row = tl.minimum(row, num_rows - 1)  # the last row again: the same values to the same places
+    row = tl.minimum(row, num_rows - 1)  # past the last row, compute it again: the same values
     p = tl.load(p_ptr + row)
     start = row.to(tl.int64) * width
     column = tl.arange(0, wide)[None, :]
@@ -178,7 +178,8 @@ def _fold_kernel(
     a_ptr, b_ptr, ends_ptr, factors_ptr, largest_ptr, first_ptr, blocks_ptr, num_experts,
     experts: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Program e: the factors of expert e's rows, their largest, its first block, and its blocks."""
+    """Program e writes, for expert e, the factors of its rows, the largest product of scales, the
+    number of its first block, and its number for each of its blocks."""
     expert = tl.program_id(0)
     index = tl.arange(0, experts)
     ends = tl.load(ends_ptr + index, mask=index < num_experts, other=0)
@@ -235,9 +236,9 @@ def _turn_kernel(
 
 
 def backward_sizes(width: int) -> dict[str, int]:
-    """Rows of a program, the two parts of its columns, and its warps. On an H200, of 131072 rows
-    of 768 columns and 65536 of 2048: 230 and 313 us, the fastest of eight and of five; 324 and 369
-    with columns filled up to a power of two and masks."""
+    """Rows of a program, the two parts of its columns, and its warps. On an H200, 131072 rows of
+    768 columns and 65536 rows of 2048 take 230 and 313 us, the fastest of eight and of five
+    choices; with columns padded to a power of two and masked, 324 and 369 us."""
     wide = 1 << width.bit_length() - 1
     rest = int(triton.next_power_of_2(width - wide)) if width > wide else 0
     warps = 1 << (max(wide + rest, 512) // 512).bit_length() - 1
@@ -245,8 +246,8 @@ def backward_sizes(width: int) -> dict[str, int]:
 
 
 def _rows_at_once(width: int) -> tuple[int, int, int]:
-    """Rows of a forward program, its columns, and its warps: on an H200 the fastest of ten for 768
-    columns, of 2048 as fast as any."""
+    """Rows of a forward program, its columns, and its warps. On an H200 the fastest of ten choices
+    for 768 columns, and as fast as any for 2048."""
     wide = int(triton.next_power_of_2(width))
     return max(1, 2048 // wide), wide, max(4, wide // 512)
 
@@ -296,7 +297,7 @@ def _empty(x: Tensor, columns: int) -> Coded:
 
 
 class Folded:
-    """Rows of two sides, turned: what the gradient of a weight reads."""
+    """Turned rows of two sides, from which the gradient of a weight is computed."""
 
     def __init__(self, a: Coded, b: Coded, ends: Tensor) -> None:
         num_rows, experts = len(a[0]), len(ends)

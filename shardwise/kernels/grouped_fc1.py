@@ -39,7 +39,7 @@ from shardwise.kernels.symmetric import multiprocessors
 
 @triton.jit
 def store_ragged(desc, start, size, row, column, value, rows: tl.constexpr, columns: tl.constexpr):
-    """Store a tile of one expert's rows; the copy engine drops what lies past its segment."""
+    """Store a tile of one expert's rows; the copy engine drops rows past the segment."""
     place = [0x40000000, start + size, 0x40000000 - size + row, column]
     desc.store(place, tl.reshape(value, (1, 1, rows, columns)))
 
@@ -54,7 +54,7 @@ def _schedule_kernel(
     ends_ptr, schedule_ptr, blocks_ptr, num_experts, tile_rows,
     experts: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Program e lists the blocks of expert e, after those of the experts before it."""
+    """Program e lists the blocks of expert e, after the blocks of earlier experts."""
     mine = tl.program_id(0)
     index = tl.arange(0, experts)
     ends = tl.load(ends_ptr + index, mask=index < num_experts, other=0)
@@ -70,8 +70,8 @@ def _schedule_kernel(
 
 
 def schedule(ends: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """``expert | block << 16`` of every block of rows, and the number of blocks, computed on the
-    device."""
+    """``expert | block << 16`` for every block of rows, and the number of blocks. The device
+    computes both."""
     bound = max_blocks(num_rows, len(ends), tile_rows)
     blocks = torch.empty(bound, dtype=torch.int32, device=ends.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=ends.device)
@@ -85,7 +85,7 @@ def schedule(ends: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tenso
 
 @triton.jit
 def decode(schedule_ptr, tile, num_blocks, tile_columns, band):
-    """Which expert, which block of its rows and which block of columns a tile is."""
+    """The expert of a tile, its block of the expert's rows, and its block of columns."""
     per_band = band * tile_columns
     first = tile // per_band * band
     height = tl.minimum(num_blocks - first, band)
@@ -101,7 +101,7 @@ def halves(value, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _gate_up(value, rows: tl.constexpr, columns: tl.constexpr, block: tl.constexpr):
-    """The gate and the up of a tile in the order of the weight's rows."""
+    """The gate and the up in a tile, whose columns have the order of the weight's rows."""
     if block == 0:
         gate, up = halves(value, rows, columns)
     else:
@@ -126,8 +126,8 @@ def _fc1_kernel(
     tiles = num_blocks * tile_columns
     stride = tl.num_programs(0)
     z_width = width * 2 if gated else width
-    # The epilogue works out its tile anew: the loop is flattened, and the indices of the loads are
-    # then already those of the next tile.
+    # The epilogue computes the indices of its tile again: the loop is flattened, so the variables
+    # of the loads already belong to the next tile.
     done = tl.program_id(0) - stride
     for tile in tl.range(tl.program_id(0), tiles, stride, flatten=flatten):
         expert, row_block, column = decode(schedule_ptr, tile, num_blocks, tile_columns, band)

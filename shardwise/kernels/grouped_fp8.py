@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products of fp8 codes on Hopper, summed by its tensor cores (about 14 bits).
+"""Grouped products of fp8 codes on Hopper, whose tensor cores sum with about 14 bits.
 
 ::
 
     product    y[rows of e]  =  (x · W[e]ᵀ) · scale of the row · scale of the expert
     gradient   dW[e]       (+)= (A[:, rows of e] · B[:, rows of e]ᵀ) · scale of the expert
-                                 of turned codes: see ``grouped_codes.py``
+                                 A and B are turned codes: see ``grouped_codes.py``
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -40,7 +40,7 @@ from shardwise.kernels.symmetric import multiprocessors
 # Measured on an H200 (torch 2.11, Triton 3.6): products of these three shapes reach 1113 to 1480
 # TFLOP/s, torch's scaled grouped product 823 to 1357.
 PRODUCT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=4, band=16)
-# Triton 3.9 has other names than 3.6: for copies of boxes, and where the warps of a role meet.
+# Triton 3.9 has other names than 3.6 for copies of boxes, and for the barrier of a role's warps.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _meet = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -108,15 +108,16 @@ def product(
     return y
 
 
-# dW: warps with roles of their own, because the sums it is added to take as long to come and go as
-# the products take. Two groups take turns: one multiplies while the other adds.
+# dW: warps have different roles, because loading and storing the sums takes as long as the
+# products. Two groups of warps alternate: one multiplies while the other adds.
 #
 #     operands   4 warps           turned codes of a tile of 128x128  -> 4 stages
 #     products   4 warps, twice    stages -> acc;  acc + room -> room, part by part
-#     sums       one warp          parts of 128x32 of dW  -> 5 rooms -> dW
+#     sums       one warp          parts of 128x32 of dW  -> 5 rooms (buffers) -> dW
 #
-# On an H200 one group of 8 warps and tiles of 128x256 took 1.01 to 1.26 of the time with 1024 rows
-# an expert, 0.94 and 1.04 with 4096; 3 stages and more rooms 0.95 to 1.23. All gave the same bits.
+# On an H200, one group of 8 warps with tiles of 128x256 took 1.01 to 1.26 of the time with 1024
+# rows for each expert, and 0.94 and 1.04 with 4096; 3 stages and more rooms took 0.95 to 1.23. All
+# gave the same bits.
 
 
 @gluon.jit
@@ -173,7 +174,7 @@ def _move_sums(
         expert, row, column = _place(number, parts, tile_rows, tile_columns)
         mbarrier.wait(done.index(number % count), number // count & 1)
         _store_box(out_desc, [expert, row, column], rooms.index(number % count))
-        tma.store_wait(pendings=0)  # the room is read
+        tma.store_wait(pendings=0)  # the store has read the room
         _bring(
             out_desc, rooms, full, number + count, total, tile_rows, tile_columns, parts, count, add
         )
@@ -183,7 +184,7 @@ def _move_sums(
 def _put(
     value, rooms, full, done, number, parts: gl.constexpr, count: gl.constexpr, add: gl.constexpr
 ):  # fmt: skip
-    """Write a tile to its rooms, part by part; the number of the next part."""
+    """Write a tile to its rooms, part by part; returns the number of the next part."""
     if value.shape[1] > 128 // parts:
         halves = value.reshape([128, 2, value.shape[1] // 2]).permute(0, 2, 1)
         left, right = halves.split()
@@ -209,8 +210,8 @@ def _multiply(
     added, tiles, tile_rows, tile_columns, group: gl.constexpr, stages: gl.constexpr,
     parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
 ):  # fmt: skip
-    """Every second tile. A group waits for the other's turn to end before it waits for a stage or a
-    room: a barrier tells one phase from the next, and not from the one after that."""
+    """Multiply every second tile. A group waits for the end of the other group's turn before it
+    waits for a stage or a room, because a barrier can distinguish only two consecutive phases."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     start = 0  # steps before the tile
     for number in range(tiles):
@@ -288,7 +289,7 @@ def _weight_kernel(
 
 def weight_gradient(
     folded: Folded,
-    out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
+    out: Tensor,  # [experts, M, N]; experts at equal distances; fp32 if ``add``
     *,
     add: bool,
 ) -> None:
@@ -297,10 +298,10 @@ def weight_gradient(
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
     tile_rows, tile_columns = -(-num_rows // 128), -(-num_columns // 128)
     tiles = experts * tile_rows * tile_columns
-    left, right = (each.view(torch.float8_e4m3fn) for each in (folded.left, folded.right))
     run(
         _weight_kernel, (min(multiprocessors(out.device), tiles),),
-        _box(left, [128, 128]), _box(right, [128, 128]),
+        _box(folded.left.view(torch.float8_e4m3fn), [128, 128]),
+        _box(folded.right.view(torch.float8_e4m3fn), [128, 128]),
         _box(out, [1, 128, 128 // out.element_size()]),
         folded.first, folded.scales, tiles, tile_rows, tile_columns,
         **weight_constants(out.element_size(), add), num_warps=4,
@@ -308,7 +309,8 @@ def weight_gradient(
 
 
 def weight_constants(element_size: int, add: bool) -> dict[str, Any]:
-    """A part is 128 bytes wide, as the copy engine spreads lines over banks."""
+    """The constants of the kernel. A part is 128 bytes wide, the width at which the copy engine
+    spreads lines over the banks of shared memory."""
     return {"stages": 4, "parts": element_size, "num_rooms": 5, "add": add}
 
 

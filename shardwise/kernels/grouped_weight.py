@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of expert weights and biases, summed in fp32 in the memory that accumulates them.
 
-    dW[e] (+)= A[rows of e]ᵀ · B[rows of e]          one tile of dW, one writer, rows in order
+    dW[e] (+)= A[rows of e]ᵀ · B[rows of e]          one writer for each tile of dW, rows in order
     db[e]   =  sum over the rows of e of  p · A
 
-An expert without rows gets zeros (or keeps its values, where the gradient is added): its tiles are
-computed like any others. Both operands are zero past their segment, because zero times the values
-there may be NaN.
+An expert without rows gets zeros, or keeps its values if the gradient is added: its tiles are
+computed like all others. Both operands are loaded as zeros past their segment, because zero times
+the values there could be NaN.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -36,7 +36,7 @@ def put(
     desc, expert, row, column, value, rows: tl.constexpr, wide: tl.constexpr, add: tl.constexpr
 ):
     value = tl.reshape(value, (1, rows, wide))
-    if add:  # a tile has one writer; the copy engine's own sums took 7 to 25 % longer
+    if add:  # a tile has one writer; additions by the copy engine took 7 to 25 % longer
         value += desc.load([expert, row, column])
     desc.store([expert, row, column], value.to(desc.dtype))
 
@@ -68,7 +68,7 @@ def weight_gradient(
     a: Tensor,  # [rows, M], the gradient of the product
     b: Tensor,  # [rows, N], its input
     ends: Tensor,  # [experts] int32
-    out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
+    out: Tensor,  # [experts, M, N]; experts at equal distances; fp32 if ``add``
     *,
     add: bool,
     tile: GroupedTile | None = None,
@@ -116,7 +116,7 @@ def _bias_kernel(
 
 
 def bias_gradient(a: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
-    """[experts, columns] fp32: the sum of each expert's rows, weighted by p [rows] if given."""
+    """[experts, columns] fp32: the sum of each expert's rows, weighted by p [rows]."""
     width = a.shape[1]
     out = torch.empty(len(ends), width, dtype=torch.float32, device=a.device)
     run(

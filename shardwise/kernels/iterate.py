@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct and the Gram iteration over the two product kernels, in 16 bits with fp32 sums.
+"""The direct and the Gram iteration with the two product kernels, in 16 bits with fp32 sums.
 
-Scales never change X itself: the square of a matrix's 1 / norm scales its first Gram, and 1 / norm
-its first product with X, each inside the kernel that stores the result.
+X itself is not scaled: (1 / norm)² scales the first Gram of a matrix, and 1 / norm scales the first
+product with X, each inside the kernel that stores the result.
 
-Both iterations consume the packed batch: its storage is one of the two that X alternates between.
+Both iterations overwrite the packed batch: X alternates between its memory and a second one.
 """
 
 from __future__ import annotations
@@ -52,14 +52,7 @@ class Products:
     ) -> Tensor:
         """out = alpha · scale · x·xᵀ (xᵀ·x where tall)."""
         return symmetric_product(
-            x,
-            x,
-            out,
-            self.tile,
-            alpha=alpha,
-            scales=scales,
-            squares=squares,
-            tall=self.tall,
+            x, x, out, self.tile, alpha=alpha, scales=scales, squares=squares, tall=self.tall
         )
 
     def polynomial(
@@ -78,16 +71,17 @@ class Products:
         """
         *before, (shift, linear, square) = stages(step, constant=constant)
         if square == 0:
-            factor = linear / GRAM_SCALE
-            lacks = 1.0 if rescale is None else rescale.linear[:, None, None]
-            torch.mul(gram, lacks * factor, out=out)
+            factor: float | Tensor = linear / GRAM_SCALE
+            if rescale is not None:
+                factor = factor * rescale.linear[:, None, None]
+            torch.mul(gram, factor, out=out)
             if shift:
                 out.diagonal(dim1=1, dim2=2).add_(shift)
             return out
         scales = None if rescale is None else rescale.square
         if not before:
             return self._stage(gram, gram, out, (shift, linear, square), GRAM_SCALE, scales)
-        assert inner is not None, "a place for what is squared"
+        assert inner is not None, "the square inside needs memory"
         ((first, second, third),) = before
         wide = (first * VALUE_SCALE, second * VALUE_SCALE, third * VALUE_SCALE)
         self._stage(gram, gram, inner, wide, GRAM_SCALE, scales)
@@ -106,31 +100,25 @@ class Products:
     ) -> Tensor:
         """out = shift + linear·R + square·P², where P = squared / scale."""
         shift, linear, square = stage
+        alpha, beta = square / scale**2, linear / GRAM_SCALE
         return symmetric_product(
-            squared,
-            squared,
-            out,
-            self.tile,
-            c=gram,
-            alpha=square / scale**2,
-            beta=linear / GRAM_SCALE,
-            shift=shift,
+            squared, squared, out, self.tile, c=gram, alpha=alpha, beta=beta, shift=shift,
             scales=scales,
-        )
+        )  # fmt: skip
 
     def shifted(
         self, a: Tensor, b: Tensor, shift: float, out: Tensor, rescale: Factors | None = None
     ) -> Tensor:
-        """out = f · a·(b + shift), a and b polynomials of one Gram."""
+        """out = f · a·(b + shift), where a and b are polynomials of one Gram."""
         scales = None if rescale is None else rescale.both
         return symmetric_product(a, b, out, self.tile, beta=shift, scales=scales)
 
     def moved(
         self, r: Tensor, z: Tensor, shift: float, half: Tensor, rescale: Factors | None
     ) -> Tensor:
-        """r = f · (z + shift)·r·(z + shift), with ``half`` as scratch.
+        """r = f · (z + shift)·r·(z + shift), with ``half`` as workspace.
 
-        Multiplied from both sides: r·(z + shift)² would lose up to two bits more by rounding.
+        Rounding would cost r·(z + shift)² up to two bits more.
         """
         symmetric_product(z, r, half, self.tile, beta=shift, c=r)
         return self.shifted(half, z, shift, r, rescale)
@@ -145,7 +133,7 @@ class Products:
 def first_gram(
     products: Products, packed: Packed, polynomial: Polynomial
 ) -> tuple[Tensor, Factors]:
-    """R·GRAM_SCALE, and the factors that R and X still lack."""
+    """R·GRAM_SCALE, and the factors by which R and X must still be multiplied."""
     inverse = packed.inverse_norms  # [n]
     scales = inverse[:, None].expand(-1, 2).square().contiguous()
     squares = None
@@ -157,6 +145,7 @@ def first_gram(
 
 
 def direct(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
+    """The direct iteration."""
     products = Products(packed.values, tile)
     gram, first = first_gram(products, packed, polynomial)
     rescale: Factors | None = first
@@ -178,23 +167,23 @@ def direct(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> 
 
 
 def gram(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
-    """The Gram iteration: X is multiplied by one Q at the restart, and by one at the end.
+    """The Gram iteration: X is multiplied by a Q at the restart, and by another Q at the end.
 
-    With z an iteration's polynomial of R without ``a``, R becomes (z + a)·R·(z + a). Q is
-    multiplied up from the last iteration back to the first: Q·z + a·Q adds a tile of an operand
-    that is loaded anyway, and keeps ``a``, the large part, out of every rounded operand. Storing
-    z + a instead would lose two bits where the tile above the diagonal is a mirror image.
+    Let z be the polynomial of R of an iteration, without ``a``. R becomes (z + a)·R·(z + a). Q is
+    multiplied from the last iteration back to the first: Q·z + a·Q adds a tile of an operand that
+    is loaded anyway, and keeps ``a``, the large part, out of every rounded operand. Storing z + a
+    instead would lose two bits in tiles above the diagonal, which are mirror images.
     """
     products = Products(packed.values, tile)
-    r, lacks = first_gram(products, packed, polynomial)
-    rescale: Factors | None = lacks
+    r, factors_left = first_gram(products, packed, polynomial)
+    rescale: Factors | None = factors_left
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
-    scales: Tensor | None = lacks.x
+    scales: Tensor | None = factors_left.x
     first = polynomial.first_steps("gram")
-    # A run of k iterations keeps k - 1 polynomials and needs one more buffer at its peak.
+    # A run of k iterations stores k - 1 polynomials and needs one more buffer at its peak.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
     inner = products.empty_gram() if polynomial.nested else None
-    held: list[tuple[Tensor, float]] = []
+    stored: list[tuple[Tensor, float]] = []  # the polynomials z of a run, with a
     for index, step in enumerate(polynomial.coefficients):
         a = step[0]
         if index + 1 not in (first, polynomial.steps):
@@ -202,16 +191,16 @@ def gram(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Te
             half = free.pop()
             products.moved(r, z, a, half, rescale)
             free.append(half)
-            held.append((z, a))
+            stored.append((z, a))
             rescale = None
             continue
         q = products.polynomial(r, free.pop(), step, rescale, inner)
         free.append(r)
-        while held:
-            z, shift = held.pop()
-            gathered = products.shifted(q, z, shift, free.pop())
+        while stored:
+            z, shift = stored.pop()
+            longer = products.shifted(q, z, shift, free.pop())
             free += [q, z]
-            q = gathered
+            q = longer
         last = index + 1 == polynomial.steps
         products.apply(q, x, spare, alpha * (1.0 if last else VALUE_SCALE), scales)
         free.append(q)

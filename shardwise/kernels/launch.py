@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch a kernel in its compiled form, which is kept.
+"""Launch kernels with little work on the host, by caching compiled kernels.
 
-``kernel[grid](...)`` of Triton binds the arguments, describes each to find the compiled form, and
-reads its settings from the environment: several times what the launch itself takes the host. Here
-that is done once for arguments of one kind, and the compiled form launches from then on.
+For each launch, ``kernel[grid](...)`` of Triton binds the arguments, describes each to find the
+compiled kernel, and reads its settings from the environment. This takes the host several times as
+long as the launch. :func:`run` does it once for arguments of one kind, and then launches the
+compiled kernel directly.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -17,63 +18,61 @@ from triton import FutureKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # what Triton compiles for: addresses and integers that are multiples of it
+ALIGNMENT = 16  # Triton compiles other code for addresses and integers that are multiples of 16
 
-# How to launch, what comes before the arguments, and the constants, which come after them.
+# The function that launches, its arguments before those of the kernel, and the constants after.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-# By kernel: its forms that are compiled ahead of a launch (ahead.py), until one is needed.
+# By kernel: compilations ahead of a launch (ahead.py), until the first launch.
 _ahead: dict[int, list[Any]] = {}
 _boxes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """``kernel[grid](*args, **constants)``. ``args`` are the kernel's first parameters, and
-    ``constants`` all its others, with Triton's options. For tensors without memory the kernel is
-    compiled and not launched."""
-    if not isinstance(kernel, JITFunction):  # the interpreter's
+    """``kernel[grid](*args, **constants)``. ``args``: the first parameters of the kernel;
+    ``constants``: all its other parameters, and Triton's options. For tensors without memory the
+    kernel is compiled and not launched."""
+    if not isinstance(kernel, JITFunction):  # a kernel of Triton's interpreter
         kernel[grid](*args, **constants)
         return
     passed, kinds = _described(args)
     device = torch.cuda.current_device()
     key = (id(kernel), device, *kinds, *constants.values())
-    found = _compiled.get(key)
-    if found is None and any(isinstance(value, Tensor) and value.is_meta for value in args):
-        _ahead.setdefault(id(kernel), []).append(kernel.warmup(*args, grid=grid, **constants))
-    elif found is None:
-        for form in _ahead.pop(id(kernel), ()):  # perhaps for these arguments
-            if isinstance(form, FutureKernel):
-                form.result()
-        compiled = kernel[grid](*args, **constants)
-        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        # As ``compiled[grid](...)`` does, but for the hooks of Triton's own profiler.
-        _compiled[key] = (
-            compiled.run,
-            (compiled.function, compiled.packed_metadata, None, None, None),
-            rest,
-        )
-    else:
-        launch, fixed, rest = found
+    known = _compiled.get(key)
+    if known is not None:
+        launch, fixed, rest = known
         stream = torch._C._cuda_getCurrentRawStream(device)
         launch(*(*grid, 1, 1)[:3], stream, *fixed, *passed, *rest)
+    elif any(isinstance(value, Tensor) and value.is_meta for value in args):
+        _ahead.setdefault(id(kernel), []).append(kernel.warmup(*args, grid=grid, **constants))
+    else:
+        for ahead in _ahead.pop(id(kernel), ()):  # one may be for these arguments
+            if isinstance(ahead, FutureKernel):
+                ahead.result()
+        compiled = kernel[grid](*args, **constants)
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        # The arguments of ``compiled[grid](...)``, without the hooks of Triton's profiler.
+        fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+        _compiled[key] = (compiled.run, fixed, rest)
 
 
 def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """The arguments as a compiled kernel takes them, tensors as addresses; and of each what another
-    form would be compiled for. It is never less than Triton's own description."""
+    """The arguments in the form that a compiled kernel takes, with addresses for tensors; and a key
+    of all properties for which Triton would compile another kernel."""
     passed: list[Any] = []
     kinds: list[Any] = []
     for value in args:
         kind = type(value)
         if kind is int:
-            sort = (value == 1) + 2 * (value % ALIGNMENT == 0) + 4 * (value.bit_length() >> 5)
-            kinds.append(sort)
+            kinds.append(
+                (value == 1) + 2 * (value % ALIGNMENT == 0) + 4 * (value.bit_length() >> 5)
+            )
         elif kind is float:
             kinds.append(float)
         elif isinstance(value, Tensor):
             kinds += (value.dtype, value.is_meta)
             value = value.data_ptr()
             kinds.append(value % ALIGNMENT == 0)
-        elif hasattr(value, "block_shape"):  # a descriptor, of Triton or of Gluon
+        elif hasattr(value, "block_shape"):  # a descriptor of Triton or of Gluon
             kinds += (value.base.dtype, *value.block_shape)
         else:
             kinds += kind, value
@@ -82,15 +81,15 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
 
 
 def boxes(tensor: Tensor, shape: list[int]) -> TensorDescriptor:
-    """``tensor``, to be read and written in boxes of ``shape``. Triton's checks are made once for
-    tensors that are alike."""
+    """A descriptor of ``tensor``, which kernels read and write in boxes of ``shape``. Triton checks
+    only the first of several similar tensors."""
     key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, *shape)
     known = _boxes.get(key)
     if known is None:
-        made = TensorDescriptor.from_tensor(tensor, shape)
-        _boxes[key] = {**vars(made), "base": None}  # or the memory would never be freed
-        return made
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    vars(made).update(known)
-    made.base = tensor
-    return made
+        descriptor = TensorDescriptor.from_tensor(tensor, shape)
+        _boxes[key] = {**vars(descriptor), "base": None}  # without the tensor, so that it is freed
+        return descriptor
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(known)
+    descriptor.base = tensor
+    return descriptor

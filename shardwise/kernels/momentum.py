@@ -8,8 +8,8 @@
 
 Both read each value once. ``accumulate`` writes the momentum (after Nesterov) of pieces of any
 length to their places in a send buffer. ``pack`` writes whole matrices of one shape into a
-``Packed`` batch, as ``normalise`` does with the output of ``accumulate``: the power of two that
-fp16 needs is guessed from a sample, and after a bad guess the values are written again.
+``Packed`` batch, like ``normalise`` of the output of ``accumulate``. The power of two that fp16
+needs is guessed from a sample; after a bad guess the values are written again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -33,7 +33,7 @@ from shardwise.kernels.tables import Matrices, addresses
 # ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov applies the same step once more.
 Rule = Literal["ema", "sum"]
 
-WIRE = tl.constexpr(0)  # beside SAMPLE, PASS and SETTLE
+WIRE = tl.constexpr(0)  # a fourth kind of work, beside SAMPLE, PASS and SETTLE
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -69,11 +69,12 @@ def pack_reference(
     nesterov: bool = True,
     clip: Tensor | None = None,
 ) -> Packed:
-    moved = torch.stack([
+    """:func:`pack` by definition, on any device."""
+    momenta = [
         reference(grad, state, beta=beta, rule=rule, nesterov=nesterov, clip=clip)
         for grad, state in zip(grads, states, strict=True)
-    ])  # fmt: skip
-    return normalised(moved)
+    ]
+    return normalised(torch.stack(momenta))
 
 
 @triton.jit
@@ -84,9 +85,10 @@ def _momentum_kernel(
     nesterov: tl.constexpr, aligned: tl.constexpr, rim: tl.constexpr,
     block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """WIRE: update and write out; SAMPLE, PASS, SETTLE: as ``normalise`` has them.
+    """WIRE: update and write out; SAMPLE, PASS, SETTLE: like ``_normalise_kernel``.
 
-    Explicit fused multiply-adds: left to the compiler, the kernels might round differently.
+    Fused multiply-adds are explicit, because the compiler might choose them differently in
+    different kernels.
     """
     adds_up: tl.constexpr = (work == SAMPLE) | (work == PASS)
     packs: tl.constexpr = (work == PASS) | (work == SETTLE)
@@ -165,7 +167,7 @@ def accumulate(
 ) -> None:
     """Write the momentum of every piece, rounded to its ``out`` (fp32, bf16 or fp16); one pass.
 
-    ``clip`` [2]: the factor of the gradients; and 1 where states must not move, else 0.
+    ``clip`` [2]: the factor of the gradients; and 1 if states must not change, else 0.
     """
     weight = gradient_weight(beta, rule)
     if not grads:
@@ -193,13 +195,13 @@ def pack(
     dtype: torch.dtype = torch.float16,
     clip: Tensor | None = None,
 ) -> Packed:
-    """Pack matrices of one shape as ``pack_reference`` does; fp32 instead of fp16 is for tests.
+    """Pack matrices of one shape like ``pack_reference``; fp32 instead of fp16 is for tests.
 
     ``clip``: see :func:`accumulate`.
     """
     weight = gradient_weight(beta, rule)
     first = grads[0]
-    shapes = {tuple(one.shape) for one in ([first] if isinstance(grads, Matrices) else grads)}
+    shapes = {tuple(grad.shape) for grad in ([first] if isinstance(grads, Matrices) else grads)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(f"matrices of shapes {sorted(shapes)}: a batch takes one 2-D shape")
     table, (rows, columns) = addresses([grads, states]), first.shape

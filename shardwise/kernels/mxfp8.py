@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/fp8.py`` defines.
+"""MXFP8 encoding and decoding in one pass over memory, with the bits that ``precision/fp8.py``
+defines.
 
 ::
 
     x [rows, columns]                       one program: 32 rows, `strips` strips of 32 columns
       32 rows | strip | strip | strip |     tile [strips, 32, 32], loaded once
-                                            largest magnitude over the last axis: row scales
-                                            over the middle one: column scales; over both: squares
+                                            largest magnitude over the last axis: row scales;
+                                            over the middle axis: column scales; over both: squares
 
 The strips are the first axis because Triton gives neighbouring threads the last axis, then the
-first: a warp covers part of a row, and most of the 32 rows of a column are in one thread.
+first axis. So a warp covers part of a row, and most of the 32 rows of a column are in one thread.
 
 Magnitudes are compared as integers (a bf16 without its sign), so a NaN is larger than every number.
-Values are scaled in fp32 by powers of two, exactly. The hardware casts to e4m3 where it can
-(``native``); elsewhere, and in Triton's interpreter, integer arithmetic does.
+Values are scaled in fp32 by powers of two, exactly. The hardware casts to e4m3 if it can
+(``native``); other devices, and Triton's interpreter, use integer arithmetic.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -43,8 +44,8 @@ class StripTile:
     registers: int | None = None  # limit for each thread; None: the compiler's choice
 
 
-# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps split the rows of a column
-# between them and meet in shared memory, which costs a column plane half its speed.
+# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps divide the rows of a
+# column and exchange values through shared memory, which halves the speed of a column plane.
 TILES = {
     "both": StripTile(strips=4, warps=2),
     "row": StripTile(strips=8, warps=8),
@@ -56,11 +57,12 @@ DECODE_TILE = StripTile(strips=8, warps=8)
 
 @triton.jit
 def bf16_bits(raw, wide: tl.constexpr):
-    """The bits of values rounded to bf16, as the upper half of int32; ``wide``: from fp32's."""
+    """The bits of values rounded to bf16, in the upper half of int32. ``raw``: the bits of fp32
+    values if ``wide``, else of bf16."""
     if wide:
         magnitude = raw & 0x7FFFFFFF
         nearest = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & 0x7FFF0000
-        # Infinities and NaN have no nearest; any of them marks its block, so one stands for all.
+        # Infinities and NaN are not rounded. Each makes its block NaN, so infinity stands for all.
         bits = tl.where(magnitude >= 0x7F800000, 0x7F800000, nearest) | (raw & -0x80000000)
     else:
         bits = raw.to(tl.int32) << 16
@@ -69,9 +71,9 @@ def bf16_bits(raw, wide: tl.constexpr):
 
 @triton.jit
 def scale_and_inverse(largest, rceil: tl.constexpr):
-    """Scale bytes, and 2^(127 - scale) in fp32, of blocks whose largest magnitude has these bits.
+    """Scale bytes, and 2^(127 - scale) in fp32, for blocks whose largest magnitude has these bits.
 
-    Rounding up is one addition: 0x1FFFFF carries into the exponent where 1.m is above 1.75.
+    Rounding up is one addition: 0x1FFFFF carries into the exponent if 1.m is above 1.75.
     """
     undefined = largest >= 0x7F800000
     exponent = tl.minimum(largest, 0x7F800000)
@@ -97,11 +99,11 @@ def to_codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
         magnitude = bits & 0x7FFFFFFF
         exponent = magnitude >> 23
         significand = (magnitude & 0x7FFFFF) | 0x800000
-        # 4 of 24 bits stay; below 2^-6 (exponent 121) one less for each power, none after five.
+        # 4 of 24 bits remain; below 2^-6 (exponent 121) one bit less for each power, down to none.
         shift = 20 + tl.minimum(tl.maximum(121 - exponent, 0), 5)
         even = (significand >> shift) & 1
         nearest = (significand + ((1 << (shift - 1)) - 1) + even) >> shift
-        nearest += tl.maximum(exponent - 121, 0) * 8  # a carry moves into the exponent by itself
+        nearest += tl.maximum(exponent - 121, 0) * 8  # a carry increases the exponent correctly
         nearest |= (bits >> 24) & 0x80
         codes = tl.where(magnitude > 0x7F800000, 0x7F, nearest).to(tl.uint8)
     return codes
@@ -114,7 +116,8 @@ def from_codes(codes, native: tl.constexpr):
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         bits = codes.to(tl.int32)
-        # The fields of e4m3 in fp32's places say the value times 2^(7-127), subnormals too.
+        # The fields of e4m3, moved to the places of fp32's fields, are the value times 2^(7-127),
+        # also for subnormals.
         small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         nan = (bits & 0x7F) == 0x7F
         values = tl.where(nan, float("nan"), small * 1.329227995784916e36)  # 2^120
@@ -135,7 +138,7 @@ def _encode_kernel(
     line = tl.arange(0, 32)[None, :, None]
     strip = first + tl.arange(0, strips)[:, None, None]
     lane = tl.arange(0, 32)[None, None, :]
-    # 64 bits where the band begins, 32 inside it: half the registers for addresses.
+    # Offsets inside a band have 32 bits, which halves the registers for addresses.
     start = band * 32 * columns
     place = line * columns + strip * 32 + lane  # [strips, 32, 32]
     if even:
@@ -185,7 +188,7 @@ def _decode_kernel(
     lane = tl.arange(0, 32)[None, None, :]
     start = band * 32 * columns
     place = line * columns + strip * 32 + lane  # [strips, 32, 32]
-    # One scale for each row (or 32 of them) and each strip (or each of its columns).
+    # One scale for each row (or for 32 rows) and each strip (or each of its columns).
     if high == 1:
         scale_source = scales_ptr + band * 32 * width + (line * width + strip)
     elif wide == 1:
@@ -207,7 +210,7 @@ def _decode_kernel(
 
 @functools.cache
 def casts_natively(device: torch.device) -> bool:
-    """Whether the device casts to e4m3 itself: NVIDIA, compute capability 8.9 and later."""
+    """Whether the device has casts to e4m3: NVIDIA, compute capability 8.9 and later."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -216,10 +219,10 @@ def casts_natively(device: torch.device) -> bool:
 def _vector(*codes: Tensor) -> int:
     """The number of codes that a thread loads or stores at once.
 
-    8, not the 16 that would fit: a thread then has 8 neighbours in the 16-bit tensor too, and no
+    8, not the 16 that would fit: so a thread has 8 neighbours in the 16-bit tensor, too, and no
     tile goes through shared memory between load and store.
     """
-    return 8 if all(each.data_ptr() % 8 == 0 for each in codes) else 1
+    return 8 if all(plane.data_ptr() % 8 == 0 for plane in codes) else 1
 
 
 def encode(
@@ -230,7 +233,7 @@ def encode(
     native: bool | None = None,
     tile: StripTile | None = None,
 ) -> None:
-    """Fill ``planes``; a row and a column plane in one pass, a square one in another."""
+    """Fill ``planes``: row and column planes in one pass, a square plane in another."""
     rows, columns = x.shape
     wide = x.dtype == torch.float32
     raw = x.view(torch.int32 if wide else torch.int16)

@@ -6,18 +6,18 @@
     iterate(matrices, polynomial, ...)   the iteration in torch, the definition of the kernels
 
 X = U S Vᵀ becomes U Vᵀ. Each step applies an odd polynomial a s + b s³ + c s⁵ to every singular
-value; after a few steps all are near one. The iteration works on the short side m (a tall matrix is
-transposed):
+value; after a few steps all are near one. The iteration works on the short side m: a tall matrix is
+transposed.
 
     direct    R = X Xᵀ    B = b R + c R R          X = a X + B X
     gram      R = X Xᵀ    Z = a I + b R + c R R    Q = Z Q    R = Z R Z      and Q X at the end
 
 A step up to s⁹ takes one product more, for Z = e (R R + f R + g I)² + h R + k I, and does nearly as
-much as two steps. The Gram form works only on m x m matrices. Rounding errors grow in R, so the
+much as two steps. The Gram form works on m x m matrices alone. Rounding errors grow in R, so the
 Gram form restarts (X = Q X, Q = I) half way.
 
-A matrix's bits depend on its values, the shape and the polynomial, never on the rest of the batch:
-an owner of three matrices and an owner of sixty compute the same bits.
+The bits of a result depend on the matrix and the polynomial, never on the rest of the batch: an
+owner of three matrices and an owner of sixty compute the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.kernels import has_triton
 from shardwise.kernels.forms import Form, Polynomial, Step, choose, stages
 from shardwise.kernels.packed import Packed
 
-# A batch is cut so that the two X and four Grams of a part fit.
+# A batch is cut into parts whose two X and four Grams fit into this memory.
 WORKSPACE_BYTES = 6 * 2**30
 
 
@@ -48,7 +48,7 @@ def orthogonalise(batch: Tensor, polynomial: Polynomial, form: Form | None = Non
             "unsqueeze a single matrix, flatten leading dimensions"
         )
     if not batch.is_floating_point():
-        raise ValueError(f"a batch of {batch.dtype}: give a floating-point one")
+        raise ValueError(f"a batch of {batch.dtype}: give a floating-point batch")
     if batch.numel() == 0:
         return batch.clone()
     if not uses_kernels(batch.device) or batch.dtype == torch.float64:
@@ -70,7 +70,7 @@ def orthogonalise(batch: Tensor, polynomial: Polynomial, form: Form | None = Non
 def orthogonalise_packed(
     packed: Packed, polynomial: Polynomial, form: Form | None = None
 ) -> Tensor:
-    """The result in the layout of ``packed.values``, whose storage is consumed."""
+    """The result in the layout of ``packed.values``, whose memory is overwritten."""
     form = form or choose(packed.rows, packed.columns, polynomial)
     if form == "block":
         from shardwise.kernels.block import newton_schulz_block
@@ -86,7 +86,7 @@ def orthogonalise_packed(
 def coefficient_table(coefficients: tuple[Step, ...], device: torch.device) -> Tensor:
     """Coefficients [steps, 6] on the device; cached, so that a step copies nothing from the host.
 
-    A row holds a step's last stage, then the stage before it (whose square is 1), or zeros.
+    A row holds the last stage of a step, then the stage before it (whose square is 1), or zeros.
     """
     rows = []
     for step in coefficients:
@@ -96,16 +96,18 @@ def coefficient_table(coefficients: tuple[Step, ...], device: torch.device) -> T
 
 
 def uses_kernels(device: torch.device) -> bool:
+    """Whether the kernels run on this device."""
     return device.type == "cuda" and has_triton() and _is_hopper_or_later(device)
 
 
 @functools.cache
 def _is_hopper_or_later(device: torch.device) -> bool:
-    # The product kernels load through the copy engine, which came with compute capability 9.0.
+    # The product kernels load through the copy engine, which needs compute capability 9.0.
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def part_size(batch: Tensor, form: Form) -> int:
+    """The number of matrices in each part of a batch."""
     rows, columns = batch.shape[1:]
     elements = 2 * rows * columns + (0 if form == "block" else 4 * min(rows, columns) ** 2)
     most = max(1, WORKSPACE_BYTES // (2 * elements))
@@ -119,8 +121,8 @@ def part_size(batch: Tensor, form: Form) -> int:
 def one_by_one(
     batch: Tensor, polynomial: Polynomial, form: Form = "direct", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """:func:`iterate` on one matrix after another, each in its own memory: the rounding of batched
-    products may depend on the size of the batch."""
+    """:func:`iterate` for each matrix alone, because the rounding of batched products may depend on
+    the size of the batch."""
     return torch.stack([iterate(matrix, polynomial, form, dtype) for matrix in batch])
 
 
@@ -130,7 +132,7 @@ def iterate(
     """Orthogonalise ``[..., rows, cols]``, with products in ``dtype``; fp32 out (fp64 for fp64)."""
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tall = matrices.shape[-2] > matrices.shape[-1]
-    # Contiguous whatever the caller stored: the rounding of products depends on the strides.
+    # Contiguous, because the rounding of products depends on the strides.
     x = (matrices.mT if tall else matrices).contiguous().to(wide)
     x, gram = _normalised(x, polynomial, dtype or wide)
     x = iterate_direct(x, gram, polynomial) if form == "direct" else _gram(x, gram, polynomial)
@@ -140,7 +142,7 @@ def iterate(
 def _normalised(x: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """X divided by a bound of its largest singular value, in new memory, and its Gram.
 
-    X is scaled by a power of two first, which is exact: squares of tiny gradients would be 0.
+    X is first scaled by a power of two, which is exact: squares of tiny gradients would be 0.
     """
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
     exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists
@@ -170,7 +172,7 @@ def iterate_direct(
 
 
 def _gram(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
-    product: Tensor | None = None  # of the polynomials since x was formed
+    product: Tensor | None = None  # the product of the polynomials since x was formed
     for number, step in enumerate(polynomial.coefficients, start=1):
         z = _evaluate(gram, step)
         product = z if product is None else z @ product
@@ -187,9 +189,9 @@ def _gram(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
 
 def _evaluate(gram: Tensor, step: Step, *, constant: bool = True) -> Tensor:
     """a I + b R + c R R (+ d R³ + e R⁴) of ``gram`` [..., m, m], or the same without a I."""
-    found = gram
+    value = gram
     for shift, linear, square in stages(step, constant=constant):
-        found = linear * gram + square * (found @ found) if square else linear * gram
+        value = linear * gram + square * (value @ value) if square else linear * gram
         if shift:
-            found.diagonal(dim1=-2, dim2=-1).add_(shift)
-    return found
+            value.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return value

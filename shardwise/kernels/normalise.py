@@ -7,10 +7,10 @@
                              --pass----> values [n, rows', columns'] fp16, sums [n, chunks] fp64
                              --settle--> inverse norms [n]; values again where the guess was bad
 
-The third kernel is always launched, because only the device knows whether a guess was bad, and
-nearly always returns at once. Sums are fp64: the square of an fp32 gradient neither overflows nor
-vanishes. Only its shape decides how a matrix is sampled and cut into chunks, and sums are added in
-one fixed order, so its scale is the same in every batch.
+The third kernel is always launched, because only the device knows whether a guess was bad. It
+nearly always returns at once. Sums are fp64, in which the square of an fp32 gradient neither
+overflows nor vanishes. The shape of a matrix alone decides how it is sampled and cut into chunks,
+and sums have a fixed order, so the scale of a matrix is the same in every batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -37,7 +37,7 @@ from shardwise.kernels.packed import (
     scale_reference,
 )
 
-CHUNK = 8 * BLOCK  # elements a program walks
+CHUNK = 8 * BLOCK  # elements of a program
 SETTLERS = 16  # programs per matrix that check its guess
 
 # The work of the three kernels.
@@ -68,7 +68,7 @@ def power_of_two(mean_square):
 
 @triton.jit
 def guess_from(samples_ptr, matrix, sampled):
-    """The power of two of a matrix, by its sample."""
+    """The power of two of a matrix, guessed from its sample."""
     sums = tl.load(samples_ptr + matrix * _SAMPLES + tl.arange(0, _SAMPLES))
     return power_of_two(tl.sum(sums, axis=0) / sampled)
 
@@ -77,7 +77,8 @@ def guess_from(samples_ptr, matrix, sampled):
 def settle(
     samples_ptr, partials_ptr, inverse_ptr, matrix, numel, sampled, chunks, width: tl.constexpr
 ):  # fmt: skip
-    """``scale_reference`` of one matrix, all of which was seen: (power of two, guessed or not)."""
+    """(power of two, whether the guess was good) of a matrix that was read whole; see
+    ``scale_reference``."""
     place = tl.arange(0, width)
     partials = tl.load(partials_ptr + matrix * chunks + place, mask=place < chunks, other=0.0)
     total = tl.sum(partials, axis=0)
@@ -140,8 +141,8 @@ def pack_by(
     dtype: torch.dtype,
     **constants: Any,
 ) -> Packed:
-    """Pack matrices of ``shape`` [n, rows, columns] by three launches of a kernel, whose first
-    arguments are ``given``: SAMPLE, PASS, SETTLE."""
+    """Pack matrices of ``shape`` [n, rows, columns] by three launches of a kernel: SAMPLE, PASS,
+    SETTLE. ``given``: the kernel's first arguments."""
     count, rows, columns = shape
     numel = rows * columns
     values = empty_values(count, rows, columns, device, dtype)
@@ -149,7 +150,8 @@ def pack_by(
     samples = torch.empty(count, SAMPLES, device=device, dtype=torch.float64)
     partials = torch.empty(count, chunks, device=device, dtype=torch.float64)
     inverse = torch.empty(count, device=device, dtype=torch.float32)
-    # Programs per matrix; elements between their begins; elements of each (SETTLE: its stride).
+    # (work, programs per matrix, distance between their first elements, elements of each, width);
+    # SETTLE computes its elements from the distance.
     for work, programs, stride, chunk, width in (
         (SAMPLE.value, SAMPLES, sample_stride(numel), BLOCK, 1),
         (PASS.value, chunks, CHUNK, CHUNK, 1),
@@ -166,8 +168,8 @@ def pack_by(
 
 
 def normalise(batch: Tensor, dtype: torch.dtype = torch.float16) -> Packed:
-    """Pack by three kernels, as ``reference`` does; fp32 instead of fp16 is for tests."""
+    """Pack by three kernels, like ``reference``; fp32 instead of fp16 is for tests."""
     batch = batch.contiguous()
     count, rows, columns = batch.shape
-    shape, given = (count, rows, columns), (batch, rows * columns)
-    return pack_by(_normalise_kernel, given, shape, batch.device, dtype)
+    given = (batch, rows * columns)
+    return pack_by(_normalise_kernel, given, (count, rows, columns), batch.device, dtype)

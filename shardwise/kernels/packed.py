@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Tensor descriptors need strides of 16 bytes: rows and columns are padded to multiples of 8 with
-# zeros, which stay zeros in Newton-Schulz.
+# Tensor descriptors need strides of 16 bytes, so rows and columns are padded with zeros to
+# multiples of 8. Newton-Schulz keeps the zeros.
 GRANULE = 8
-BLOCK = 4096  # elements a program holds at a time
+BLOCK = 4096  # elements that a program holds at a time
 SAMPLES = 32  # blocks of a matrix from which its power of two is guessed
-# A good guess leaves no element above fp16's largest number (the norm is a bound), and a rms far
-# above fp16's smallest normal number (2^-14), or the small elements would lose bits.
+# A good guess leaves no element above fp16's largest number (the norm is a bound). It leaves the
+# rms far above fp16's smallest normal number (2^-14), so that small elements keep their bits.
 LARGEST_NORM = 65504.0
 LEAST_RMS = 2.0**-3
 
@@ -23,15 +23,16 @@ LEAST_RMS = 2.0**-3
 class Packed:
     """``values`` times a power of two per matrix, so that no element overflows fp16.
 
-    The power of two brings the rms of a sample into [1, 2): the matrix is then read once, and its
-    norm is summed in the same pass. Where the guess is bad for the whole matrix (``LARGEST_NORM``,
-    ``LEAST_RMS``), the matrix is read again and its own rms is brought into [1, 2). Either way the
-    power depends only on this matrix.
+    The power of two brings the rms of a sample into [1, 2). So the matrix is read once, and its
+    norm is summed in the same pass. If the guess is bad for the whole matrix (``LARGEST_NORM``,
+    ``LEAST_RMS``), the matrix is read again, and the rms of all of it is brought into [1, 2). In
+    both cases the power depends on this matrix alone.
 
     ::
 
         elements   0 ........ stride ....... 2 stride ....            .... numel
-        sample     [BLOCK]    [BLOCK]        [BLOCK]        ..        [BLOCK]     all of a small one
+        sample     [BLOCK]    [BLOCK]        [BLOCK]        ..        [BLOCK]
+                   (a small matrix is its own sample)
 
         values  [n, rows up to 8, columns up to 8]     fp16, zeros beyond rows and columns
         inverse_norms [n]                              fp32, 1 / Frobenius norm of ``values``;
@@ -63,10 +64,11 @@ def padded(size: int) -> int:
 
 
 def sample_stride(numel: int) -> int:
-    """The distance between blocks of the sample: the first is at the start, the last at the end.
+    """The distance between blocks of the sample. The first block is at the start of the matrix, the
+    last at its end.
 
-    It is a multiple of 16 for wide loads, and seldom one of a head's size, so that a pattern that
-    repeats with every head does not dominate the sample.
+    The distance is a multiple of 16, for wide loads. It is seldom a multiple of a head's size, so
+    that a pattern that repeats with every head does not dominate the sample.
     """
     return max(BLOCK, (numel - BLOCK) // (SAMPLES - 1) // 16 * 16)
 

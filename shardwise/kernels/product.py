@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched products with a symmetric matrix, scaled per matrix: Q·X for wide, X·Qᵀ for tall.
 
-Q, a product of polynomials in the order in which they are applied, is symmetric only up to
-rounding. The tall case is therefore the wide one transposed, X·Qᵀ, in which X damps Q's errors; in
-X·Q it would not.
+Q is a product of polynomials in the order in which they are applied, and symmetric only up to
+rounding. The tall case is therefore the transpose of the wide case, X·Qᵀ, in which X damps the
+errors of Q. X·Q would not damp them.
 
-cuBLAS is as fast, but chooses its kernel, and so its bits, by the size of the batch. Here the
-program of a tile sums over k in ascending order, whatever else is in the batch.
+cuBLAS is as fast, but chooses its kernel, and so its bits, by the size of the batch. In this kernel
+the program of a tile sums over k in ascending order, for every batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -21,8 +21,8 @@ from shardwise.kernels.forms import ProductTile
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import programs
 
-# Tiles are computed in bands this many tiles high, so that programs that run together share
-# operands in L2.
+# Tiles are computed in bands of so many rows of tiles, so that programs that run at the same time
+# share operands in L2.
 BAND = 8
 
 
@@ -78,7 +78,7 @@ def _product_kernel(
 def product(
     q: Tensor,  # [n, m, m], symmetric
     x: Tensor,  # [n, m, k], or [n, k, m] where tall
-    out: Tensor,  # like x, not x
+    out: Tensor,  # the shape of x; other memory
     tile: ProductTile,
     *,
     alpha: float = 1.0,
@@ -89,28 +89,17 @@ def product(
     count, rows, columns = out.shape
     tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
     tiles = count * tile_rows * tile_columns
-    # Tall: both operands run along the summed dimension.
+    # Tall: the summed dimension is the last of both operands.
     b_box = [1, tile.columns, tile.step] if tall else [1, tile.step, tile.columns]
     run(
-        _product_kernel,
-        (programs(tiles, tile, out.device),),
+        _product_kernel, (programs(tiles, tile, out.device),),
         boxes(x if tall else q, [1, tile.rows, tile.step]),
         boxes(q if tall else x, b_box),
         boxes(out, [1, tile.rows, tile.rows]),
         scales if scales is not None else out,
-        q.shape[1],
-        tiles,
-        tile_rows,
-        tile_columns,
-        alpha,
-        rows=tile.rows,
-        columns=tile.columns,
-        step=tile.step,
-        band=BAND,
-        transposed=tall,
-        has_scales=scales is not None,
-        flatten=tile.flatten,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        q.shape[1], tiles, tile_rows, tile_columns, alpha,
+        rows=tile.rows, columns=tile.columns, step=tile.step, band=BAND, transposed=tall,
+        has_scales=scales is not None, flatten=tile.flatten,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token's row is copied for each of its experts, and the results of these are summed.
+"""Copies of a token's row for each of its experts, and sums of the experts' results.
 
-    places [tokens, k]     which rows belong to a token; len(rows): none
+    places [tokens, k]     the rows of each token; len(rows): no row
     copies                 rows[places[t, 0]] = ... = rows[places[t, k - 1]] = tokens[t]
     sums   [tokens, C]     rows[places[t, 0]] + ... + rows[places[t, k - 1]], added in this order
 
-Everything is read once and written once, sums in fp32 between. torch would read a token for each of
-its copies, and place the rows by token before it sums them: 1.7 and three times the traffic.
+Each value is read once and written once, and sums are fp32. torch would read a token once for each
+copy, and sort the rows by token before it sums them: 1.7 and 3 times the traffic.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.kernels.launch import run
 
-BLOCK = 1024  # columns a program sums at a time
+BLOCK = 1024  # columns of a program
 
 
 @triton.jit

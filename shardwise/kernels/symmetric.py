@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched products whose result is symmetric: half the tiles are computed, the rest is mirrored.
+"""Batched products whose result is symmetric: half of the tiles are computed, the rest mirrored.
 
 ::
 
     D = alpha · A·Bᵀ + beta · C + shift · I          (or Aᵀ·B for a tall A: D is over its columns)
 
-    row block 0 | s                     ww  one wide tile, computed and stored
-              1 | ww ww                 s   a square one
-              2 | ww ww s               '   stored transposed, from the tile below the diagonal
-              3 | ww ww ww ww
-              4 | ww ww ww ww s         (above the diagonal: all ')
+    row block 0 | s                     ww  a wide tile, computed and stored
+              1 | ww ww                 s   a square tile, computed and stored
+              2 | ww ww s
+              3 | ww ww ww ww           above the diagonal: stored by the tile below the diagonal,
+              4 | ww ww ww ww s         transposed
 
-A tile is ``block`` rows by ``ratio * block`` columns. wgmma is fastest 256 columns wide and a wide
-tile reads less from L2 (85 FLOP per byte at 128x256, 64 at 128x128), but the diagonal is cut in
-squares. Row block r has r + 1 blocks: an odd row has only wide tiles, an even one has one more
-square, at the diagonal. The squares have their own loop after that of the wide tiles: with a branch
-in one loop, the compiler could not load the next tile while it stores this one.
+A tile is ``block`` rows by ``ratio * block`` columns. wgmma is fastest with 256 columns, and a wide
+tile reads less from L2 (85 FLOP per byte at 128x256, 64 at 128x128), but the diagonal needs
+squares. Row block r has r + 1 blocks: an odd row has only wide tiles, an even row has one more
+square, at the diagonal. The squares have a second loop after the loop of the wide tiles: with a
+branch in one loop, the compiler could not load the next tile while it stores this tile.
 
-Every element is summed over k in ascending order by one program, so a matrix's bits depend on
-nothing else in the batch.
+One program sums an element over k in ascending order, so the bits of a matrix do not depend on the
+rest of the batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -64,8 +64,8 @@ def _finish(
 ):  # fmt: skip
     """Scale, add and store one square block; returns the sum of its squares, mirror included.
 
-    No branches: what must not be stored is stored out of bounds, where the copy engine drops it
-    (branches keep the compiler from fetching the next tile meanwhile).
+    There are no branches, which would keep the compiler from loading the next tile meanwhile.
+    Blocks that must not be stored are stored out of bounds, where the copy engine drops them.
     """
     outside: tl.constexpr = 1 << 30
     value = acc * alpha
@@ -134,7 +134,7 @@ def _symmetric_kernel(
     tall: tl.constexpr, has_scales: tl.constexpr, has_beta: tl.constexpr,
     has_shift: tl.constexpr, has_squares: tl.constexpr, flatten: tl.constexpr,
 ):  # fmt: skip
-    tl.assume(depth > 0)  # else every loop is compiled twice, once without the sum
+    tl.assume(depth > 0)  # otherwise every loop is compiled twice, once without the sum
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles = count * tiles_per_matrix
     all_per_matrix = tiles_per_matrix + leftovers_per_matrix
@@ -158,7 +158,7 @@ def _symmetric_kernel(
         if has_squares:
             tl.store(squares_ptr + matrix * all_per_matrix + position, total)
     if ratio == 2:
-        # The programs that have walked a tile less than the others take the first squares.
+        # The programs that have computed one tile less than the others take the first squares.
         first = (program + programs - tiles % programs) % programs
         for tile in tl.range(first, count * leftovers_per_matrix, programs, flatten=flatten):
             matrix = tile // leftovers_per_matrix
@@ -175,14 +175,14 @@ def _symmetric_kernel(
 
 def symmetric_product(
     a: Tensor,  # [n, m, k], or [n, k, m] where tall
-    b: Tensor,  # like a; alike too in what it spans, so that the product is symmetric
-    out: Tensor,  # [n, m, m], neither a nor b; c is read block by block, so it may be out
+    b: Tensor,  # the shape of a, and such that the product is symmetric
+    out: Tensor,  # [n, m, m], neither a nor b; it may be c, which is read block by block
     tile: ProductTile,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     shift: float = 0.0,
-    c: Tensor | None = None,  # like out, symmetric; a by default
+    c: Tensor | None = None,  # the shape of out, symmetric; None: a
     scales: Tensor | None = None,
     squares: Tensor | None = None,
     tall: bool = False,
@@ -197,40 +197,23 @@ def symmetric_product(
     square = [1, tile.rows, tile.rows]
     d_desc = boxes(out, square)
     run(
-        _symmetric_kernel,
-        (programs(count * (wides + leftovers), tile, out.device),),
-        boxes(a, narrow),
-        boxes(b, wide),
-        boxes(b, narrow),
+        _symmetric_kernel, (programs(count * (wides + leftovers), tile, out.device),),
+        boxes(a, narrow), boxes(b, wide), boxes(b, narrow),
         boxes(a if c is None else c, square) if beta else d_desc,
         d_desc,
         scales if scales is not None else out,
         squares if squares is not None else out,
-        count,
-        blocks,
-        a.shape[1] if tall else a.shape[2],
-        wides,
-        leftovers,
-        alpha,
-        beta,
-        shift,
-        block=tile.rows,
-        ratio=tile.columns // tile.rows,
-        step=tile.step,
-        tall=tall,
-        has_scales=scales is not None,
-        has_beta=beta != 0,
-        has_shift=shift != 0,
-        has_squares=squares is not None,
-        flatten=tile.flatten,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        count, blocks, a.shape[1] if tall else a.shape[2], wides, leftovers, alpha, beta, shift,
+        block=tile.rows, ratio=tile.columns // tile.rows, step=tile.step, tall=tall,
+        has_scales=scales is not None, has_beta=beta != 0, has_shift=shift != 0,
+        has_squares=squares is not None, flatten=tile.flatten,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out
 
 
 def tiles_of(size: int, tile: ProductTile) -> tuple[int, int]:
-    """The numbers of (tiles, squares beside wide tiles) of one matrix."""
+    """The numbers of (tiles, square tiles in addition to wide tiles) of one matrix."""
     blocks = -(-size // tile.rows)
     if tile.columns == tile.rows:
         return blocks * (blocks + 1) // 2, 0
@@ -242,14 +225,13 @@ def tiles_per_matrix(size: int, tile: ProductTile) -> int:
 
 
 def programs(tiles: int, tile: ProductTile, device: torch.device) -> int:
-    if not tile.persistent:
-        return tiles
-    return min(tiles, multiprocessors(device))
+    """The number of programs of a launch."""
+    return min(tiles, multiprocessors(device)) if tile.persistent else tiles
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    # 3 in the interpreter: few, and no divisor of a tile count, so that programs differ in work.
+    # 3 in the interpreter: few, and seldom a divisor of the tiles, so that programs differ in work.
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

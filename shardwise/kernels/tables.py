@@ -12,23 +12,24 @@ import numpy
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes of the widest load; also the elements a piece should be a multiple of
+ALIGNMENT = 16  # bytes of the widest load; lengths of pieces should be multiples of it, too
 
 
 class Matrices(Sequence[Tensor]):
     """Equal contiguous matrices inside flat tensors: a sequence of [rows, columns] views.
 
-    Kernels need addresses alone. A view is made where one is asked for, because a thousand views
-    (the experts of a model) take the host longer than the device takes for the whole step.
+    Kernels need addresses alone. Views are made on demand, because a thousand views (the experts of
+    a model) take the host longer than the device takes for the whole step.
     """
 
     def __init__(
         self, flats: Sequence[Tensor], offsets: Sequence[numpy.ndarray], rows: int, columns: int
     ) -> None:
-        """``offsets``: for each of ``flats``, where its matrices begin, in elements."""
+        """``offsets``: where the matrices in each of ``flats`` begin, in elements."""
         self.flats, self.rows, self.columns = flats, rows, columns
         self.offsets = numpy.concatenate(offsets)
-        self.places = numpy.repeat(numpy.arange(len(flats)), [len(one) for one in offsets])
+        # By matrix: the number of its flat tensor.
+        self.places = numpy.repeat(numpy.arange(len(flats)), list(map(len, offsets)))
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -50,13 +51,13 @@ class Matrices(Sequence[Tensor]):
     def addresses(self) -> numpy.ndarray:
         """The address of each matrix: [n] int64."""
         bases = numpy.array([flat.data_ptr() for flat in self.flats], numpy.int64)
-        found: numpy.ndarray = bases[self.places] + self.offsets * self.flats[0].element_size()
-        return found
+        places: numpy.ndarray = bases[self.places] + self.offsets * self.flats[0].element_size()
+        return places
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Addresses or lengths of pieces as int64: row k of ``entries`` [k, n] is column k."""
+    """Addresses or lengths of pieces, as int64 [k, n]: row k belongs to list k of pieces."""
 
     entries: Tensor
     aligned: bool  # every address and length allows the widest loads
@@ -64,16 +65,20 @@ class Table:
 
 
 def addresses(columns: Sequence[Sequence[Tensor]]) -> Table:
-    """One row of addresses for each of ``columns``, then one row of lengths, which must agree.
+    """One row of addresses for each list of pieces in ``columns``, then one row of lengths, which
+    must be equal.
 
-    Cached by address: the table of buffers that stay in place is copied to the device once.
+    Tables are cached by their addresses, so the table of buffers that stay in place is copied to
+    the device once.
     """
     lengths = [_lengths(column) for column in columns]
-    problems = [
-        f"piece {index}: {[int(column[index]) for column in lengths]} elements; they must agree"
-        for index in range(len(lengths[0]))
-        if len({int(column[index]) for column in lengths}) > 1
-    ] if any(not numpy.array_equal(lengths[0], other) for other in lengths) else []  # fmt: skip
+    problems = []
+    if any(not numpy.array_equal(lengths[0], other) for other in lengths):
+        problems = [
+            f"piece {index}: {list(map(int, numels))} elements; they must agree"
+            for index, numels in enumerate(zip(*lengths, strict=True))
+            if len(set(numels)) > 1
+        ]
     for position, column in enumerate(columns):
         pieces = column.flats if isinstance(column, Matrices) else column
         problems += [

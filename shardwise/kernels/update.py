@@ -93,7 +93,7 @@ def apply(
 ) -> None:
     """Update ``weights`` in place by ``updates``: a packed batch [n, rows, columns], or pieces.
 
-    ``clip`` [2]: weights do not move where its second number is 1; see ``momentum.accumulate``.
+    ``clip`` [2]: if its second number is 1, weights do not change; see ``momentum.accumulate``.
     """
     check(rule)
     if not weights:
@@ -103,12 +103,12 @@ def apply(
         table = addresses([weights])
         values = updates
         (rows, columns), update_type = weights[0].shape, updates.dtype
-        every = [weights[0]] if isinstance(weights, Matrices) else weights
-        expected = {tuple(weight.shape) for weight in every}
-        if len(expected) != 1 or updates.shape != (len(weights), padded(rows), padded(columns)):
+        different = [weights[0]] if isinstance(weights, Matrices) else weights
+        shapes = {tuple(weight.shape) for weight in different}
+        if len(shapes) != 1 or updates.shape != (len(weights), padded(rows), padded(columns)):
             raise ValueError(
-                f"updates {tuple(updates.shape)} for weights {sorted(expected)}: give one shape "
-                "and the batch as the orthogonaliser returned it, padding included"
+                f"updates {tuple(updates.shape)} for weights {sorted(shapes)}: give weights of one "
+                "shape and the batch that the orthogonaliser returned, with its padding"
             )
         numel = updates.shape[1] * updates.shape[2]
     else:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that tensor parallelism cut into blocks: whole again, or three forms of Muon's
-iteration."""
+"""Matrices that tensor parallelism cuts into blocks: how to gather them, and three ways to
+orthogonalise them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Blocks:
                       each rank keeps its block. Exact.
         distributed   X' X (rows cut) or X X' (columns cut) is a sum over blocks: one all-reduce per
                       step of the iteration, and blocks never move. Exact up to rounding.
-        blockwise     every block is orthogonalised as if it were the matrix. Another optimizer,
-                      with another scale.
+        blockwise     every block is orthogonalised as if it were a matrix. This is another
+                      optimizer, with another scale.
 
-    Bytes per rank and matrix of m x n, t ranks: duplicated (t-1)/t m n; distributed 2 (t-1)/t m^2
-    per step, with m the side that is not cut.
+    Elements that a rank sends for one m x n matrix, with t ranks: duplicated (t-1)/t m n;
+    distributed 2 (t-1)/t m^2 per step, where m is the side that is not cut.
     """
 
     axis: comm.Axis
@@ -35,7 +35,8 @@ class Blocks:
     mode: str
 
     def whole_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """The shape that decides the scale: the whole matrix's, or the block's if blockwise."""
+        """The shape that decides the scale: that of the whole matrix, or of the block if
+        blockwise."""
         if self.mode == "blockwise":
             return rows, cols
         size = self.axis.size
@@ -62,7 +63,7 @@ class Blocks:
     def _distributed(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
         """The direct form, with Gram matrices over the side that is not cut."""
         x = batch.float()
-        if self.dim == 0:  # blocks of columns, seen transposed
+        if self.dim == 0:  # transposed, blocks of rows are blocks of columns
             x = x.mT
         x = x.contiguous()  # [count, m, n / t]
         largest = x.abs().amax(dim=(-2, -1)).clone()

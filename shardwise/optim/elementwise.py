@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for everything that is not a matrix: torch's own kernels on this rank's pieces; where a
-clip comes with the step, a kernel that applies both in one pass."""
+"""AdamW for everything that is not a matrix, by torch's kernels on this rank's pieces. In a step
+that also clips, one kernel of this library does both in one pass."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from shardwise.optim.storage import local_of, version_of
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW, bit for bit torch.optim.AdamW's on the same shards; ``sw.adamw(...)`` is this class.
+    """AdamW, bit for bit equal to torch.optim.AdamW on the same shards; ``sw.adamw(...)`` is this
+    class.
 
-    ``fused``: torch's one-kernel form; by default on a GPU, and not on a CPU.
+    ``fused``: torch's one-kernel form. None: used on a GPU, and not on a CPU.
     """
 
     kind: ClassVar[str] = "elementwise"
@@ -61,30 +62,30 @@ def step(
 
     ``clip``: see ``Clip.on_device``; for the fused form only.
 
-    Pieces without elements are left out: a fused kernel that is given nothing may still write.
-    Their step is counted all the same, so that checkpoints agree between ranks.
+    Pieces without elements are left out, because a fused kernel that gets no tensors may still
+    write. Their step counter advances all the same, so that checkpoints agree between ranks.
     """
     stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
     pieces = [(parameter, local_of(parameter)) for parameter in stepped]
-    held = [parameter for parameter, weight in pieces if weight.numel()]
+    updated = [parameter for parameter, weight in pieces if weight.numel()]
     weights = [weight for _, weight in pieces if weight.numel()]
-    grads = [local_of(parameter.grad) for parameter in held]
+    grads = [local_of(parameter.grad) for parameter in updated]
     averages, squares = (
-        [local_of(state[parameter][name]) for parameter in held]
+        [local_of(state[parameter][name]) for parameter in updated]
         for name in ("exp_avg", "exp_avg_sq")
     )
-    steps = [state[parameter]["step"] for parameter in held]
+    steps = [state[parameter]["step"] for parameter in updated]
     empty = [state[parameter]["step"] for parameter, weight in pieces if not weight.numel()]
-    if empty:  # together: of many ranks' pieces most are empty here, and each would be a launch
+    if empty:  # in one launch: with many ranks most pieces are empty
         torch._foreach_add_(empty, 1.0 if clip is None else [1 - clip[1]] * len(empty))
     if weights and clip is not None and _kernel_fits(weights, grads, averages, squares):
         from shardwise.kernels import adamw as kernel
 
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        besides, done = _besides(held)
+        besides, written = _besides(updated)
         kernel.step(weights, grads, averages, squares, steps, clip=clip, besides=besides, **options)
-        for one in done:
-            one.written()
+        for beside in written:
+            beside.written()
     elif weights:
         torch_adamw(
             weights,
@@ -109,23 +110,25 @@ def step(
 
 
 def _besides(parameters: list[Tensor]) -> tuple[list[Tensor | None], list[Beside]]:
-    """The whole weight of each parameter that may be written beside it, and whose they are."""
-    items: dict[Beside, dict[int, Tensor]] = {}
+    """The whole weight that the step may write together with each parameter, or None; and the
+    :class:`Beside` objects whose weights are written."""
+    members_of: dict[Beside, dict[int, Tensor]] = {}
     for parameter in parameters:
         version = version_of(parameter)
         if version is not None and version.beside is not None:
-            items.setdefault(version.beside, {})[parameter.cut.index] = parameter  # type: ignore[attr-defined]
-    found: dict[int, Tensor] = {}
-    done = []
-    for beside, members in items.items():
+            members_of.setdefault(version.beside, {})[parameter.cut.index] = parameter  # type: ignore[attr-defined]
+    weights: dict[int, Tensor] = {}  # by id of the parameter
+    written = []
+    for beside, members in members_of.items():
         views = beside.views(members)
         if views is not None:
-            found |= {id(member): views[item] for item, member in members.items()}
-            done.append(beside)
-    return [found.get(id(parameter)) for parameter in parameters], done
+            weights |= {id(member): views[item] for item, member in members.items()}
+            written.append(beside)
+    return [weights.get(id(parameter)) for parameter in parameters], written
 
 
 def _kernel_fits(*pieces: list[Tensor]) -> bool:
+    """Whether this library's kernel can clip and update these pieces."""
     if pieces[0][0].device.type != "cuda" or not has_triton():
         return False
     from shardwise.kernels import adamw as kernel

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange: pieces of matrices go to their owners, through Newton-Schulz, and back.
+"""Exchange: pieces of matrices go to their owners, are computed there, and come back.
 
     spans (what this rank stores)      | A 0-3 | B 0-1 |
-       to owners     all-to-all        pieces go to the owners, exact sizes
+       to owners     all-to-all        pieces go to the owners, in exact sizes
        compute                         owners assemble matrices and compute them shape by shape
        back          all-to-all        rows return to the ranks that store them
-       to replicas   all-to-all        and go to the other replicas, which computed other matrices
+       to replicas   all-to-all        rows go to the other replicas, which computed other matrices
 
 Rounds overlap: while round k is computed, round k + 1 goes to its owners and round k - 1 comes
-back. The caller writes the spans of a round where they are sent from, when the round begins, and
-reads the results where they were received: a step holds a few rounds at a time, never all matrices.
+back. When a round begins, the caller writes its spans directly into the send buffer. At the end,
+the caller reads the results in the receive buffer. So a step holds a few rounds at a time, never
+all matrices.
 
-The calls and their sizes follow from the ownership alone. A parameter without a gradient, or a rank
-without work, changes nothing about them, so no rank waits for a message that is never sent.
+The collectives and their sizes follow from the ownership alone. A parameter without a gradient, or
+a rank without work, changes nothing about them, so no rank waits for a message that is never sent.
 Building an Exchange communicates nothing and reads no values; :meth:`Exchange.agree` compares the
 ownership between ranks, once.
 """
@@ -32,8 +33,8 @@ from shardwise.optim.ownership import assign_owners
 from shardwise.optim.split import Matrix
 from shardwise.streams import Lanes
 
-KIND = "step"  # the ledger's word for the memory of a step
-Key = tuple[int, int]  # (matrix, number among what is computed by itself in it)
+KIND = "step"  # the kind of a step's memory in the ledger
+Key = tuple[int, int]  # (matrix, number within its ``shapes``)
 Part = tuple[int, int, int, int]  # (peer on the axis, matrix, lo, hi)
 
 
@@ -44,7 +45,7 @@ class Span:
     parameter: int
     begin: int  # counted from the beginning of this rank's part of the parameter
     end: int
-    mine: bool  # whether this replica computes its matrices; else it is received
+    mine: bool  # whether this replica computes its matrices; else the results are received
     matrix: int  # the first of its matrices, which have one shape
 
     @property
@@ -53,7 +54,7 @@ class Span:
 
 
 class Batch:
-    """Matrices of one shape, [count, rows, cols]. Who takes them frees their memory."""
+    """Matrices of one shape, [count, rows, cols]. The caller of ``take`` frees their memory."""
 
     def __init__(self, values: Tensor, keys: list[Key]) -> None:
         self._values: Tensor | None = values
@@ -65,7 +66,7 @@ class Batch:
         return values
 
 
-# Writes what is computed: the elements of each span, flat, into the memory given for it.
+# Writes the flat elements of each span, from which matrices are computed, into the given memory.
 Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
 Compute = Callable[[Batch], Tensor]  # new memory of the same shape
 
@@ -76,12 +77,12 @@ class _Leg:
     def __init__(
         self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part], *, coded: bool
     ) -> None:
-        """``coded``: in fp16, each part after the exponent that scales it."""
+        """``coded``: parts travel in fp16, each after the exponent that scales it."""
         self.axis, self.coded = axis, coded
-        self.sends, self.receives = sorted(sends), sorted(receives)  # both sides: by peer, matrix
-        self.send_lengths, self.lengths = (
-            [hi - lo for _, _, lo, hi in parts] for parts in (self.sends, self.receives)
-        )
+        # Sender and receiver both sort by peer, then by matrix.
+        self.sends, self.receives = sorted(sends), sorted(receives)
+        self.send_lengths = [hi - lo for _, _, lo, hi in self.sends]
+        self.receive_lengths = [hi - lo for _, _, lo, hi in self.receives]
         self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
         for sizes, parts in ((self.send_sizes, sends), (self.receive_sizes, receives)):
             for peer, _, lo, hi in parts:
@@ -90,17 +91,18 @@ class _Leg:
 
 @dataclass(eq=False)
 class _Round:
-    """Matrices that are exchanged and computed together, as one rank sees them.
+    """Matrices that are exchanged and computed together, from the view of one rank.
 
-    Its spans, in order: those that are sent to owners, as the leg sends them; parts of matrices
-    that this rank owns; those that other replicas compute, as they arrive.
+    The order of the spans: first those that are sent to owners, in the order of the leg; then the
+    parts of matrices that this rank owns; then those that other replicas compute, in the order in
+    which they arrive.
     """
 
     spans: list[Span]
-    num_sent: int
-    num_mine: int
-    own: list[tuple[int, int, int]]  # (matrix, lo, hi), one for each span
-    batches: list[tuple[tuple[int, int], list[Key]]]  # what this rank computes, by shape
+    num_sent: int  # spans that are sent to owners
+    num_mine: int  # spans whose matrices this replica computes
+    kept: list[tuple[int, int, int]]  # (matrix, lo, hi) of each span of a matrix owned here
+    batches: list[tuple[tuple[int, int], list[Key]]]  # (shape, matrices that this rank computes)
     to_owners: _Leg | None
     back: _Leg | None
     to_replicas: _Leg | None
@@ -112,7 +114,8 @@ class _Round:
 
     @cached_property
     def by_matrix(self) -> list[int]:
-        """The numbers of the spans that this replica computes, by matrix, as replicas send them."""
+        """The numbers of the spans that this replica computes, in the order of their matrices, in
+        which they are sent to other replicas."""
         return sorted(range(self.num_mine), key=lambda number: self.spans[number].matrix)
 
 
@@ -142,8 +145,8 @@ class Exchange:
         results: torch.dtype = torch.float32,
         work: Callable[[Matrix], int] | None = None,
     ) -> None:
-        """``shards``: the ranks that store different pieces; ``replicas``: those that store the
-        same pieces and compute different matrices; ``results``: the dtype of what is computed;
+        """``shards``: the ranks that store different pieces; ``replicas``: the ranks that store the
+        same pieces and compute different matrices; ``results``: the dtype of computed matrices;
         ``step_bytes``, ``work``: see ``assign_owners``."""
         self.matrices, self.device, self.wire = list(matrices), device, wire
         self.shards, self.replicas, self.results = shards, replicas, results
@@ -157,21 +160,21 @@ class Exchange:
             work=work,
             result_width=results.itemsize,
         )
-        # By matrix: the parts [lo, hi) that are stored here. Matrices that are cut alike share
-        # their pieces.
-        cuts = {id(matrix.pieces): matrix.pieces for matrix in self.matrices}
-        here = {
+        # By matrix: the parts [lo, hi) that this rank stores. Matrices that are cut alike share
+        # one tuple of pieces, which is filtered once.
+        pieces_of = {id(matrix.pieces): matrix.pieces for matrix in self.matrices}
+        stored = {
             key: [(lo, hi) for rank, lo, hi in pieces if rank == self.rank]
-            for key, pieces in cuts.items()
+            for key, pieces in pieces_of.items()
         }
-        self.stored = [here[id(matrix.pieces)] for matrix in self.matrices]
-        begins: dict[int, int] = {}  # this rank's piece of each parameter begins at this element
+        self.stored = [stored[id(matrix.pieces)] for matrix in self.matrices]
+        begins: dict[int, int] = {}  # by parameter: the first element that this rank stores
         for matrix, parts in zip(self.matrices, self.stored, strict=True):
             for lo, _ in parts:
                 begins.setdefault(matrix.parameter, matrix.start + lo)
-        # By matrix: where it starts, counted from the beginning of this rank's part.
+        # By matrix: its start, counted from the beginning of this rank's part of the parameter.
         self.offsets = [m.start - begins.get(m.parameter, 0) for m in self.matrices]
-        self.excluded: frozenset[int] = frozenset()  # matrices that the caller computes itself
+        self.excluded: frozenset[int] = frozenset()  # local matrices that the caller computes
         self.lanes = Lanes(device)
 
     def exclude(self, indices: Iterable[int]) -> None:
@@ -186,16 +189,14 @@ class Exchange:
     def _round(self, members: Sequence[int]) -> _Round:
         owners = self.ownership.owners
         members = [index for index in members if index not in self.excluded]
-        here = [index for index in members if owners[index][0] == self.replica]
-        owned = [index for index in here if owners[index][1] == self.rank]
-        sends: list[Part] = []
-        missing: list[Part] = []
+        computed = [index for index in members if owners[index][0] == self.replica]
+        owned = [index for index in computed if owners[index][1] == self.rank]
         to_owners = back = to_replicas = None
         coded = self.wire == "fp16" and self.results == torch.float32
-        if self.shards is not None and any(self.ownership.remote_pieces(index) for index in here):
+        if self.shards is not None and any(map(self.ownership.remote_pieces, computed)):
             sends = [
                 (owners[index][1], index, lo, hi)
-                for index in here
+                for index in computed
                 if owners[index][1] != self.rank
                 for lo, hi in self.stored[index]
             ]
@@ -207,29 +208,34 @@ class Exchange:
             to_owners = _Leg(self.shards, sends, receives, coded=self.wire == "fp16")
             back = _Leg(self.shards, receives, sends, coded=coded)
         if self.replicas is not None:
-            others = [peer for peer in range(self.replicas.size) if peer != self.replica]
-            shared = [(index, lo, hi) for index in here for lo, hi in self.stored[index]]
             missing = [
                 (owners[index][0], index, lo, hi)
                 for index in members
                 if owners[index][0] != self.replica
                 for lo, hi in self.stored[index]
             ]
-            parts = [(peer, *part) for peer in others for part in shared]
-            to_replicas = _Leg(self.replicas, parts, missing, coded=coded)
-        own = [(index, lo, hi) for index in owned for lo, hi in self.stored[index]]
-        sent = self._spans(sorted(sends), mine=True)
-        mine = sent + [self._span(*part, mine=True) for part in own]
-        shapes: dict[tuple[int, int], list[Key]] = {}
+            shared = [
+                (peer, index, lo, hi)
+                for peer in range(self.replicas.size)
+                if peer != self.replica
+                for index in computed
+                for lo, hi in self.stored[index]
+            ]
+            to_replicas = _Leg(self.replicas, shared, missing, coded=coded)
+        kept = [(index, lo, hi) for index in owned for lo, hi in self.stored[index]]
+        sent = self._spans(to_owners.sends if to_owners else [], mine=True)
+        mine = sent + [self._span(*part, mine=True) for part in kept]
+        elsewhere = self._spans(to_replicas.receives if to_replicas else [], mine=False)
+        batches: dict[tuple[int, int], list[Key]] = {}
         for index in owned:
             for number, shape in enumerate(self.matrices[index].shapes):
-                shapes.setdefault(shape, []).append((index, number))
+                batches.setdefault(shape, []).append((index, number))
         return _Round(
-            spans=mine + self._spans(sorted(missing), mine=False),
+            spans=mine + elsewhere,
             num_sent=len(sent),
             num_mine=len(mine),
-            own=own,
-            batches=list(shapes.items()),
+            kept=kept,
+            batches=list(batches.items()),
             to_owners=to_owners,
             back=back,
             to_replicas=to_replicas,
@@ -240,39 +246,38 @@ class Exchange:
         return Span(self.matrices[index].parameter, offset + lo, offset + hi, mine, index)
 
     def _spans(self, parts: Sequence[Part], *, mine: bool) -> list[Span]:
-        """Parts in order; neighbours for one peer that follow each other in memory are one span."""
-        found: list[Span] = []
+        """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose
+        matrices have the same shapes, become one span."""
+        spans: list[Span] = []
         before: Part | None = None
         for part in parts:
             span = self._span(*part[1:], mine=mine)
             if before is not None and before[0] == part[0]:
-                last = found[-1]
+                last = spans[-1]
                 alike = self.matrices[before[1]].shapes == self.matrices[part[1]].shapes
                 if alike and (last.parameter, last.end) == (span.parameter, span.begin):
-                    span = replace(found.pop(), end=span.end)
-            found.append(span)
+                    span = replace(spans.pop(), end=span.end)
+            spans.append(span)
             before = part
-        return found
+        return spans
 
     def agree(self) -> None:
-        """Raise where ranks have planned different exchanges, for which they would wait forever
-        (collective)."""
+        """Raise where ranks have planned different exchanges, in which they would wait for each
+        other forever (collective)."""
+        plan = (self.ownership.digest, self.wire, str(self.results))
         for axis in (self.shards, self.replicas):
             if axis is None or axis.pretends:
                 continue
-            plan = (self.ownership.digest, self.wire, str(self.results))
-            everyone = comm.agree(plan, axis)
-            mine = everyone[axis.rank]
-            other = next((rank for rank, theirs in enumerate(everyone) if theirs != mine), None)
-            if other is not None:
-                raise ValueError(
-                    f"ranks {axis.rank} and {other} of axis '{axis.name}' planned different "
-                    f"exchanges for {len(self.matrices)} matrices: give every rank the same "
-                    f"parameters, in the same order, with the same settings"
-                )
+            for rank, other in enumerate(comm.agree(plan, axis)):
+                if other != plan:
+                    raise ValueError(
+                        f"ranks {axis.rank} and {rank} of axis '{axis.name}' planned different "
+                        f"exchanges for {len(self.matrices)} matrices: give every rank the same "
+                        f"parameters, in the same order, with the same settings"
+                    )
 
     @property
-    def moves(self) -> bool:
+    def communicates(self) -> bool:
         """Whether anything is sent."""
         return self.replicas is not None or self.ownership.needs_exchange
 
@@ -285,95 +290,102 @@ class Exchange:
 
     def run(self, begin: Begin, compute: Compute) -> Iterator[tuple[list[Span], list[Tensor]]]:
         """Exchange and compute round by round; yields the spans of every finished round, in order,
-        with the elements of the computed matrices. ``begin`` makes what is computed."""
+        with the elements of the computed matrices."""
         count = len(self.rounds)
         delay = 2 if self.replicas is not None else 1 if self.ownership.needs_exchange else 0
-        under_way = {n: self._run(one, begin, compute) for n, one in enumerate(self.rounds)}
+        running = {n: self._run(round_, begin, compute) for n, round_ in enumerate(self.rounds)}
         for now in range(-min(delay, 1), count + delay):
-            # Round now + 1 goes to its owners while round now is computed, after which round
-            # now - 1 comes back; see the stages of ``_run``.
+            # Round now + 1 goes to its owners while round now is computed. Then round now - 1 comes
+            # back. The numbers name the rounds that run stages 2, 1, 3, 5, 4 and 6 of ``_run``.
             turns = (now, now + 1, now, now - 1, now, now - delay) if delay else (now,) * 6
             for number in turns:
-                done = next(under_way[number]) if 0 <= number < count else None
+                done = next(running[number]) if 0 <= number < count else None
             if done is not None:
                 yield done
-                del done, under_way[now - delay]
+                del done, running[now - delay]
 
     def _run(
-        self, one: _Round, begin: Begin, compute: Compute
+        self, round_: _Round, begin: Begin, compute: Compute
     ) -> Iterator[tuple[list[Span], list[Tensor]] | None]:
-        """One round, in six stages; others run in between. Memory is dropped as soon as it can."""
-        # 1. Make what is computed, and send it to its owners.
-        lengths = one.lengths[: one.num_mine]
-        sent = self._empty(sum(lengths[: one.num_sent]))
-        own = list(self._empty(sum(lengths[one.num_sent :])).split(lengths[one.num_sent :]))
-        begin(one.spans[: one.num_mine], [*sent.split(lengths[: one.num_sent]), *own])
+        """One round, in six stages, between which other rounds run. Each stage drops the memory
+        that later stages do not need."""
+        # 1. Write the values of this rank's spans, and send them to the owners.
+        lengths = round_.lengths[: round_.num_mine]
+        sent_lengths, kept_lengths = lengths[: round_.num_sent], lengths[round_.num_sent :]
+        sent = self._empty(sum(sent_lengths))
+        kept = list(self._empty(sum(kept_lengths)).split(kept_lengths))
+        begin(round_.spans[: round_.num_mine], [*sent.split(sent_lengths), *kept])
         transfer = None
-        if one.to_owners is not None:
-            if one.to_owners.coded:
-                sent = self._encode(sent.split(one.to_owners.send_lengths))
-            transfer = self._send(one.to_owners, sent)
+        if round_.to_owners is not None:
+            if round_.to_owners.coded:
+                sent = self._encode(sent.split(round_.to_owners.send_lengths))
+            transfer = self._send(round_.to_owners, sent)
         del sent
         yield None
-        # 2. The matrices that this rank owns, in batches of one shape.
-        received = self._receive(transfer)  # and what was sent is free
-        batches = self._assemble(one, own, received)
-        del own, transfer, received
+        # 2. Assemble the matrices that this rank owns, in batches of one shape.
+        received = self._receive(transfer)  # this frees the sent memory
+        batches = self._assemble(round_, kept, received)
+        del kept, transfer, received
         yield None
-        # 3. Compute matrices of one shape at a time.
+        # 3. Compute the batches.
         results = self._compute(batches, compute)
         del batches
         yield None
-        # 4. Send the rows of other ranks, and keep those that are stored here.
-        if one.back is not None:
-            parts = [results[index][lo:hi] for _, index, lo, hi in one.back.sends]
-            transfer = self._send(one.back, self._joined(parts, one.back.coded))
+        # 4. Send back the rows that other ranks store, and keep the rows that this rank stores.
+        if round_.back is not None:
+            parts = [results[index][lo:hi] for _, index, lo, hi in round_.back.sends]
+            transfer = self._send(round_.back, self._joined(parts, round_.back.coded))
             del parts
-        values = [results[index][lo:hi] for index, lo, hi in one.own]
-        if self.moves:  # and not the whole matrices
-            values = list(self._joined(values).split(lengths[one.num_sent :]))
+        values = [results[index][lo:hi] for index, lo, hi in round_.kept]
+        if self.communicates:  # a copy, so that the whole matrices are freed
+            values = list(self._joined(values).split(kept_lengths))
         del results
         yield None
-        # 5. Wait for the results of this replica, and send them to the others.
-        if one.back is not None:
+        # 5. Wait for the results of this replica, and send them to the other replicas.
+        if round_.back is not None:
             received = self._receive(transfer)
             assert received is not None
-            values = [*received.split(lengths[: one.num_sent]), *values]
+            values = [*received.split(sent_lengths), *values]
             del received
         transfer = None
-        if one.to_replicas is not None:
-            transfer = self._send_to_replicas(one.to_replicas, [values[n] for n in one.by_matrix])
+        if round_.to_replicas is not None:
+            parts = [values[number] for number in round_.by_matrix]
+            transfer = self._send_to_replicas(round_.to_replicas, parts)
+            del parts
         yield None
         # 6. Wait for the results of other replicas.
         received = self._receive(transfer)
         if received is not None:
-            values += received.split(one.lengths[one.num_mine :])
-        yield one.spans, values
+            values += received.split(round_.lengths[round_.num_mine :])
+        yield round_.spans, values
 
-    def _assemble(self, one: _Round, own: Sequence[Tensor], received: Tensor | None) -> list[Batch]:
+    def _assemble(
+        self, round_: _Round, kept: Sequence[Tensor], received: Tensor | None
+    ) -> list[Batch]:
+        """The matrices that this rank owns, out of its own parts and of the received ones."""
         whole: dict[int, Tensor] = {}
         batches = []
-        for shape, keys in one.batches:
+        for shape, keys in round_.batches:
             batch = self._empty(len(keys), *shape)
-            batches.append(batch)
+            batches.append((batch, keys))
             for (index, _), slot in zip(keys, batch, strict=True):
                 if not self.matrices[index].sizes:
                     whole[index] = slot.view(-1)
                 elif index not in whole:
                     whole[index] = self._empty(self.matrices[index].numel)
-        targets = [whole[index][lo:hi] for index, lo, hi in one.own]
-        sources = list(own)
-        if one.to_owners is not None and received is not None:
-            targets += [whole[index][lo:hi] for _, index, lo, hi in one.to_owners.receives]
-            sources += received.split(one.to_owners.lengths)
+        targets = [whole[index][lo:hi] for index, lo, hi in round_.kept]
+        sources = list(kept)
+        if round_.to_owners is not None and received is not None:
+            targets += [whole[index][lo:hi] for _, index, lo, hi in round_.to_owners.receives]
+            sources += received.split(round_.to_owners.receive_lengths)
         if targets:
             torch._foreach_copy_(targets, sources)
-        for batch, (_, keys) in zip(batches, one.batches, strict=True):
+        for batch, keys in batches:
             for (index, number), slot in zip(keys, batch, strict=True):
                 matrix = self.matrices[index]
                 if matrix.sizes:
                     slot.copy_(matrix.take(whole[index].view(matrix.rows, matrix.cols))[number])
-        return [Batch(batch, keys) for batch, (_, keys) in zip(batches, one.batches, strict=True)]
+        return [Batch(batch, keys) for batch, keys in batches]
 
     def _compute(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
         """The results, flat, by matrix."""
@@ -391,11 +403,12 @@ class Exchange:
         return results
 
     def _send_to_replicas(self, leg: _Leg, parts: list[Tensor]) -> _Transfer:
-        peers = leg.axis.size - 1
-        if not leg.coded:
-            return self._send(leg, self._joined(parts * peers))
-        once = self._joined(parts).split(leg.send_lengths[: len(leg.sends) // peers])
-        return self._send(leg, self._encode(once * peers))
+        """Send the same parts to every other replica."""
+        num_peers = leg.axis.size - 1
+        if leg.coded:  # by part of the leg: a span may be several
+            lengths = leg.send_lengths[: len(leg.sends) // num_peers]
+            parts = [self._encode(self._joined(parts).split(lengths))]
+        return self._send(leg, self._joined(parts * num_peers))
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)
@@ -403,7 +416,7 @@ class Exchange:
     # ------------------------------------------------------------------ messages
 
     def _send(self, leg: _Leg, sent: Tensor) -> _Transfer:
-        """Start one all-to-all of exact sizes; parts that stay here are not in it."""
+        """Start one all-to-all of exact sizes, without the parts that this rank keeps."""
         received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
@@ -420,11 +433,11 @@ class Exchange:
         self.lanes.wait("compute", transfer.event)
         transfer.sent = None
         if transfer.leg.coded:
-            return self._decode(transfer.received, transfer.leg.lengths)
+            return self._decode(transfer.received, transfer.leg.receive_lengths)
         return transfer.received
 
     def _joined(self, parts: Sequence[Tensor], coded: bool = False) -> Tensor:
-        """Results one after another, as they are or ``coded``."""
+        """Results one after another, encoded if ``coded``."""
         if coded:
             return self._encode(parts)
         if not parts:
@@ -432,8 +445,8 @@ class Exchange:
         return counted(torch.cat(list(parts)), KIND)
 
     def _encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts one after another in fp16. Each is scaled by a power of two, so that its
-        largest element comes near fp16's, and the exponent precedes it."""
+        """The parts one after another in fp16. Each part is scaled by a power of two, so that its
+        largest element comes near the largest fp16 number, and follows its exponent."""
         encoded = [torch.empty(0, dtype=torch.float16, device=self.device)]
         for part in parts:
             exponent = torch.frexp(part.abs().amax()).exponent.clamp(-100, 126)
@@ -443,8 +456,8 @@ class Exchange:
 
     def _decode(self, received: Tensor, lengths: Sequence[int]) -> Tensor:
         parts = received.split([length + 1 for length in lengths])
-        found = [torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in parts]
-        return counted(torch.cat([torch.empty(0, device=self.device), *found]), KIND)
+        decoded = [torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in parts]
+        return counted(torch.cat([torch.empty(0, device=self.device), *decoded]), KIND)
 
 
 _FP16_TOP = 15  # scaled values stay below 2^15; fp16 ends at 65504

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of a matrix optimizer that is a function: gradients to owners, updates back.
 
-A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
-parameter has several), whole on the owner, where the function reads and writes it, and empty
-elsewhere: a :class:`ShardedTensor`, which is saved and resharded like any other. An error on one
-owner is raised on every rank, before the weights of its round change.
+Each matrix has its own state tensors (``left``; ``left.0``, ``left.1`` where a parameter has
+several matrices). A state is a :class:`ShardedTensor` that is whole on the owner, where the
+function reads and writes it, and empty on all other ranks. It is saved and resharded like any other
+tensor. An error on one owner is raised on every rank, before the weights of its round change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class FunctionGroup(MatrixGroup):
 
     def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
         self.function = function_of(self.members[0].group)
-        self.blocks = self._blocks("duplicated")  # every rank of tensor parallelism computes it all
+        # Every rank of tensor parallelism computes the whole matrices.
+        self.blocks = self._blocks("duplicated")
         self.reads_late = locals_[0].device.type == "cuda"  # the host does not wait for the device
 
     def _plan_step(self) -> None:
@@ -50,24 +51,25 @@ class FunctionGroup(MatrixGroup):
         self._mesh = self._data_mesh()
         self._states: States = {}
         self._problem: str | None = None
-        # Updates of the last step on a GPU: a matrix of each, and what reads whether it is finite.
+        # Batches of the last step on a GPU whose updates were not yet checked: the first matrix of
+        # each, and a function that reads the largest elements of the update and of the gradient.
         self._unread: list[tuple[Key, Callable[[], list[float]]]] = []
         self._seen: dict[Key, int] = {}  # versions of step counters that are known not to be 0
-        # The blocks of each parameter: (matrix, number within it), in order.
-        self.blocks_of: list[list[Key]] = [[] for _ in self.members]
+        # By parameter: the keys of its matrices, in order.
+        self.keys_of: list[list[Key]] = [[] for _ in self.members]
         for index, matrix in enumerate(self.exchange.matrices):
-            self.blocks_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
+            self.keys_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
         self._places = self._owner_places()
 
     def _refuse_other_matrices(self) -> None:
-        """States have one name on all ranks, so ranks of tensor parallelism can't have matrices of
-        their own."""
-        for one in self.members:
-            if self.blocks is None and not cut_into_pieces(one.parameter):
+        """Raise where ranks of tensor parallelism have different matrices of a parameter: a state
+        must have the same name and meaning on all ranks."""
+        for member in self.members:
+            if self.blocks is None and not cut_into_pieces(member.parameter):
                 raise ValueError(
-                    f"'{one.name}' is cut between its matrices by tensor parallelism, and the "
-                    f"states of {one.group['function']} would be others on every rank: use "
-                    f"sw.muon for it, or leave it whole over the tensor-parallel axis"
+                    f"tensor parallelism cuts '{member.name}' between its matrices, so each rank "
+                    f"would have other states of {member.group['function']}: use sw.muon for it, "
+                    f"or leave it whole over the tensor-parallel axis"
                 )
 
     def _data_mesh(self) -> DeviceMesh | None:
@@ -82,31 +84,34 @@ class FunctionGroup(MatrixGroup):
 
     # ------------------------------------------------------------------ states
 
-    def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
+    def state_of(self, member: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, new or as it was, on the owners (collective if it moves)."""
-        found: dict[str, Any] = {}
-        position = self.members.index(one)
-        for key in self.blocks_of[position]:
-            template = template_of(*self._shape(key), one.group) | {STEPS: ((), torch.float32)}
+        states: dict[str, Any] = {}
+        position = self.members.index(member)
+        for key in self.keys_of[position]:
+            template = template_of(*self._shape(key), member.group) | {STEPS: ((), torch.float32)}
             for name, (shape, dtype) in template.items():
-                full = self._named(position, name, key)
-                made = self._zeros(f"{one.name}.{full}", shape, dtype, key, one.parameter)
-                old = before.get(full)
-                if isinstance(old, ShardedTensor) and isinstance(made, ShardedTensor):
-                    same = old.cut.matches(made.cut) and old.dtype == dtype
-                    same = same and old.device == made.device
-                    found[full] = old if same else made.copy_(old.to(dtype))
+                full_name = self._state_name(position, name, key)
+                zeros = self._zeros(
+                    f"{member.name}.{full_name}", shape, dtype, key, member.parameter
+                )
+                old = before.get(full_name)
+                if isinstance(old, ShardedTensor) and isinstance(zeros, ShardedTensor):
+                    same = old.cut.matches(zeros.cut) and old.dtype == dtype
+                    same = same and old.device == zeros.device
+                    states[full_name] = old if same else zeros.copy_(old.to(dtype))
                 else:
-                    found[full] = made if old is None else old.to(made)
+                    states[full_name] = zeros if old is None else old.to(zeros)
         self._seen.clear()
         self._unread.clear()
-        return found
+        return states
 
-    def _named(self, position: int, name: str, key: Key) -> str:
-        """The states of a parameter's matrices are numbered: of several, and of a stack."""
-        blocks, one = self.blocks_of[position], self.members[position]
-        single = len(blocks) == 1 and len(one.route.shape_of(tuple(one.parameter.shape))) == 2
-        return name if single else f"{name}.{blocks.index(key)}"
+    def _state_name(self, position: int, name: str, key: Key) -> str:
+        """The name of a state in the optimizer's state: numbered for a stack, and where a parameter
+        has several matrices."""
+        keys, member = self.keys_of[position], self.members[position]
+        single = len(keys) == 1 and len(member.route.shape_of(tuple(member.parameter.shape))) == 2
+        return name if single else f"{name}.{keys.index(key)}"
 
     def _shape(self, key: Key) -> tuple[int, int]:
         """The (rows, columns) of the matrix that the function sees."""
@@ -120,11 +125,11 @@ class FunctionGroup(MatrixGroup):
         if mesh is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         item = Item(name, shape, ELEMENT)
-        others, over = None, self.sharding.mesh or mesh
+        others, full_mesh = None, self.sharding.mesh or mesh
         if isinstance(parameter, ShardedTensor):
-            others, over = parameter.cut.ranks.others, parameter.cut.full_mesh
+            others, full_mesh = parameter.cut.ranks.others, parameter.cut.full_mesh
         layout, ranks = Layout((item,), 1, item.numel, (0,)), Ranks(mesh, others)
-        tile = replicated_tile(shape, mesh, over)
+        tile = replicated_tile(shape, mesh, full_mesh)
         whole = Cut(layout, 0, ranks, (False,) * mesh.ndim, tile=tile)
         place = self._places[self.exchange.ownership.owners[key[0]]]
         ranges = [(0, 0)] * mesh.size()
@@ -134,16 +139,16 @@ class FunctionGroup(MatrixGroup):
 
     @property
     def owned_bytes(self) -> Counter[tuple[int, int]]:
-        found: Counter[tuple[int, int]] = Counter()
-        for one, keys in zip(self.members, self.blocks_of, strict=True):
+        nbytes: Counter[tuple[int, int]] = Counter()
+        for member, keys in zip(self.members, self.keys_of, strict=True):
             for key in keys:
-                for shape, dtype in template_of(*self._shape(key), one.group).values():
+                for shape, dtype in template_of(*self._shape(key), member.group).values():
                     owner = self.exchange.ownership.owners[key[0]]
-                    found[owner] += math.prod(shape) * dtype.itemsize
-        return found
+                    nbytes[owner] += math.prod(shape) * dtype.itemsize
+        return nbytes
 
     def _owner_places(self) -> dict[tuple[int, int], int]:
-        """By owner (replica, rank on the shard axis): its place as divisions count."""
+        """By owner (replica, rank on the shard axis): its place in the order of ``ByMatrix``."""
         sizes = Ranks(self._mesh).sizes if self._mesh is not None else ()
         cuts = zip(self.sharding.sharded, self.sharding.blocked, strict=True)
         sharded = [shards for shards, blocks in cuts if not blocks][: len(sizes)]
@@ -154,8 +159,8 @@ class FunctionGroup(MatrixGroup):
 
     def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         self._states = states
-        for key, largest in self._unread:
-            problem = self._not_finite(key, largest(), "the last")
+        for key, read_largest in self._unread:
+            problem = self._not_finite(key, read_largest(), "the last")
             if problem is not None and self._problem is None:
                 name = self.exchange.matrices[key[0]].name
                 self._problem = f"'{name}': {problem}; the weights have that update already"
@@ -163,56 +168,59 @@ class FunctionGroup(MatrixGroup):
         return super().step(states, clip)
 
     def _begin(self, now: StepValues, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
-        """Write the gradients of a round to their places, in fp32."""
+        """Write the gradients of a round to ``places``, in fp32: zeros where there are none."""
         for span, place in zip(spans, places, strict=True):
             if now.given[span.parameter]:
                 place.copy_(self._gradient(span))
             else:
                 place.zero_()
 
-    def _compute(self, now: StepValues, taken: Batch) -> Tensor:
-        """The updates of matrices of one shape that this rank owns. Without a gradient the function
-        is not called, and its state stays."""
-        batch, keys = taken.take(), taken.keys
-        if batch.is_meta:  # a plan, which has no values
-            return torch.zeros_like(batch)
+    def _compute(self, now: StepValues, batch: Batch) -> Tensor:
+        """The updates of matrices of one shape that this rank owns. The function is not called for
+        a matrix without a gradient, whose state stays."""
+        gradients, keys = batch.take(), batch.keys
+        if gradients.is_meta:  # a plan, which has no values
+            return torch.zeros_like(gradients)
         if self.blocks is not None:
-            batch = self.blocks.gather(batch)
-        result = torch.zeros_like(batch)
-        runs: dict[Any, list[int]] = {}
+            gradients = self.blocks.gather(gradients)
+        updates = torch.zeros_like(gradients)
+        # The matrices of each call of the function: those of one parameter group that all have, or
+        # all have not, had a step; on a CPU, one matrix.
+        calls: dict[Any, list[int]] = {}
         for number, key in enumerate(keys):
             if not now.given[self._parameter(key[0])]:
                 continue
-            alone = number if batch.device.type == "cpu" else -1
+            alone = number if gradients.device.type == "cpu" else -1
             group = self.members[self._parameter(key[0])].group
-            runs.setdefault((id(group), self._is_first(key), alone), []).append(number)
-        for (_, first, _), numbers in runs.items():
+            calls.setdefault((id(group), self._is_first(key), alone), []).append(number)
+        for (_, first, _), numbers in calls.items():
             try:
-                result[numbers] = self._run(batch[numbers], [keys[n] for n in numbers], first)
+                updates[numbers] = self._call(gradients[numbers], [keys[n] for n in numbers], first)
             except Exception as error:
                 if self._problem is None:
                     name = self.exchange.matrices[keys[numbers[0]][0]].name
                     self._problem = f"'{name}': {type(error).__name__}: {error}"
-        return result if self.blocks is None else self.blocks.take(result)
+        return updates if self.blocks is None else self.blocks.take(updates)
 
-    def _run(self, batch: Tensor, keys: Sequence[Key], first: bool) -> Tensor:
-        position = self._parameter(keys[0][0])
-        group = self.members[position].group
-        _, rows, cols = batch.shape
+    def _call(self, gradients: Tensor, keys: Sequence[Key], first: bool) -> Tensor:
+        """Call the function for some matrices, and store their new states."""
+        group = self.members[self._parameter(keys[0][0])].group
+        _, rows, cols = gradients.shape
         template = template_of(rows, cols, group)
         stored = {name: [self._state(key, name) for key in keys] for name in template}
         state: State = {}
         if not first:
             state = {name: torch.stack(values) for name, values in stored.items()}
-        update = self.function.run(batch, state, group)
-        problem = problem_of(self.function.name, batch, update, state, template)
+        update = self.function.run(gradients, state, group)
+        problem = problem_of(self.function.name, gradients, update, state, template)
         if problem is None:
-            norms = [torch.linalg.vector_norm(one, math.inf) for one in (update, batch)]
-            largest = read_later(torch.stack(norms))
+            norms = [torch.linalg.vector_norm(values, math.inf) for values in (update, gradients)]
+            read_largest = read_later(torch.stack(norms))
             if first or not self.reads_late:
-                problem = self._not_finite(keys[0], largest(), "its first" if first else "this")
+                step = "its first" if first else "this"
+                problem = self._not_finite(keys[0], read_largest(), step)
             else:  # read in the next step
-                self._unread.append((keys[0], largest))
+                self._unread.append((keys[0], read_largest))
         if problem is not None:
             raise ValueError(problem)
         for name, values in stored.items():
@@ -223,11 +231,12 @@ class FunctionGroup(MatrixGroup):
         return update
 
     def _not_finite(self, key: Key, largest: Sequence[float], step: str) -> str | None:
-        """``largest``: the largest elements of an update and of the gradients it was made from."""
-        update, gradient = map(math.isfinite, largest)
-        if update:
+        """The problem of an update that is not finite, or None. ``largest``: the largest elements
+        of the update and of the gradients that it was made from."""
+        update_is_finite, gradient_is_finite = map(math.isfinite, largest)
+        if update_is_finite:
             return None
-        kind = "finite" if gradient else "NaN or infinite"
+        kind = "finite" if gradient_is_finite else "NaN or infinite"
         return (
             f"{self.function.name}, for {kind} gradients {list(self._shape(key))}, returned NaN or "
             f"infinity in {step} step: look at its divisions and roots, or at the loss"
@@ -236,25 +245,24 @@ class FunctionGroup(MatrixGroup):
     def _state(self, key: Key, name: str) -> Tensor:
         position = self._parameter(key[0])
         states = self._states[self.members[position].parameter]
-        return local_of(states[self._named(position, name, key)])
+        return local_of(states[self._state_name(position, name, key)])
 
     def _is_first(self, key: Key) -> bool:
-        """Whether a matrix has had no step; its counter is read again where a load wrote to it."""
+        """Whether a matrix has had no step. Its counter is read again only after a load has written
+        to it."""
         steps = self._state(key, STEPS)
-        if self._seen.get(key) == steps._version:
-            return False
-        return float(steps) == 0
+        return self._seen.get(key) != steps._version and float(steps) == 0
 
     def _check(self) -> None:
-        """Raise on every rank what went wrong on one (collective)."""
+        """Raise on every rank the problem of any rank (collective)."""
         problem, self._problem = self._problem, None
-        wrong, axes = problem is not None, self.sharding.axes
+        failed, axes = problem is not None, self.sharding.axes
         for axis in axes:
-            wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
-        if not wrong:
+            failed = bool(comm.any_rank(numpy.array([failed]), axis)[0])
+        if not failed:
             return
         for axis in axes:
-            problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
+            problem = next((text for text in comm.agree(problem, axis) if text is not None), None)
         raise RuntimeError(f"the step stopped before it changed this weight: {problem}")
 
     def _apply_group(

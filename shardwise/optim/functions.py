@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix optimizers as functions: ``ANY[name](lr=...)``. For reading, copying and changing; states,
-and the work on them, lie on the owner of a matrix."""
+"""Matrix optimizers as functions, to read, copy and change: ``ANY[name](lr=...)``.
+
+A function gets the gradients of n matrices of one shape, [n, rows, cols], and returns what is
+subtracted from the weights. ``state`` is empty in the first step. The owner of a matrix stores its
+state and calls the function; see matrix_function.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from shardwise.optim.matrix_function import State, matrix_optimizer
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """About U V' of each matrix [n, rows, cols] = U S V', by a quintic Newton-Schulz iteration."""
+    """Approximately U V' of each matrix [n, rows, cols] = U S V', by a quintic Newton-Schulz
+    iteration."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: Tensor = matrices.mT if tall else matrices
     x = x.bfloat16() if x.is_cuda else x.float()
@@ -34,10 +39,11 @@ def muon(
     nesterov: bool = True,
     steps: int = 5,
 ) -> Tensor:
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonal momentum.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): the orthogonalised
+    momentum.
 
-    ``sw.muon`` is the same optimizer with momentum stored like the weights, other polynomials and
-    its own kernels."""
+    ``sw.muon`` is the same optimizer with other polynomials, fast kernels, and momentum that is
+    stored like the weights."""
     if not state:
         state["momentum"] = torch.zeros_like(gradient)
     buffer = state["momentum"].lerp_(gradient, 1 - momentum)
@@ -57,8 +63,8 @@ def normuon(
     eps: float = 1e-8,
     steps: int = 5,
 ) -> Tensor:
-    """NorMuon (Li et al. 2025, arXiv:2510.05491): an orthogonal update, each row over its root mean
-    square so far; of RMS 0.2 lr."""
+    """NorMuon (Li et al. 2025, arXiv:2510.05491): an orthogonal update. Each row is divided by a
+    running average of its root mean square, and the update is scaled to an RMS of 0.2 lr."""
     if not state:
         state["momentum"] = torch.zeros_like(gradient)
         state["second"] = torch.zeros_like(gradient[:, :, :1])  # [n, rows, 1]
@@ -80,8 +86,8 @@ def adamuon(
     eps: float = 1e-8,
     steps: int = 5,
 ) -> Tensor:
-    """AdaMuon (Si et al. 2025, arXiv:2507.11005): the orthogonalised sign of the momentum over the
-    root of its second moment; RMS 0.2 lr."""
+    """AdaMuon (Si et al. 2025, arXiv:2507.11005): the orthogonalised sign of the momentum, divided
+    by the root of its second moment, and scaled to an RMS of 0.2 lr."""
     if not state:
         state["momentum"] = torch.zeros_like(gradient)
         state["second"] = torch.zeros_like(gradient)
@@ -97,9 +103,8 @@ def adamuon(
 def scion(
     gradient: Tensor, state: State, *, lr: float, alpha: float = 0.1, steps: int = 5
 ) -> Tensor:
-    """Scion (Pethick et al. 2025, arXiv:2502.07529), unconstrained: an average of gradients, and
-    the step of the spectral norm steepest for it, of the length at which inputs of RMS 1 change
-    outputs by RMS lr."""
+    """Scion (Pethick et al. 2025, arXiv:2502.07529), unconstrained: the steepest step in spectral
+    norm for an average of gradients. Inputs of RMS 1 change outputs by RMS lr."""
     if not state:
         state["mean"] = gradient.clone()
     mean = state["mean"].lerp_(gradient, alpha)
@@ -116,8 +121,8 @@ def spectral_lion(
     betas: tuple[float, float] = (0.9, 0.99),
     steps: int = 5,
 ) -> Tensor:
-    """Lion's two averages (Chen et al. 2023, arXiv:2302.06675), orthogonal in the place of sign, of
-    Scion's length."""
+    """Lion's two averages (Chen et al. 2023, arXiv:2302.06675), orthogonalised where Lion takes the
+    sign, and scaled like Scion's update."""
     if not state:
         state["mean"] = torch.zeros_like(gradient)
     update = state["mean"].lerp(gradient, 1 - betas[0])
@@ -136,9 +141,9 @@ def dion(
     rank_fraction: float = 0.25,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Dion (Ahn et al. 2025, arXiv:2504.05295): P Q' of the momentum's largest directions, by one
-    step of a power iteration from the last right factor; what it leaves out stays in the
-    momentum."""
+    """Dion (Ahn et al. 2025, arXiv:2504.05295): P Q' of the momentum's largest directions. One step
+    of a power iteration finds them, starting from the last right factor. The directions that the
+    update leaves out stay in the momentum."""
     count, rows, cols = gradient.shape
     if not state:
         rank = max(1, round(rank_fraction * min(rows, cols)))
@@ -164,21 +169,22 @@ def shampoo(
     eps: float = 1e-8,
     damping: float = 1e-6,
 ) -> Tensor:
-    """Shampoo (Gupta et al. 2018, arXiv:1802.09568): L^-1/4 G R^-1/4 of the momentum, as long as
-    Adam's update would be (Shi et al. 2023, arXiv:2309.06497)."""
+    """Shampoo (Gupta et al. 2018, arXiv:1802.09568): L^-1/4 M R^-1/4 of the momentum M, scaled to
+    the norm of Adam's update (Shi et al. 2023, arXiv:2309.06497)."""
+    grams = {"left": gradient @ gradient.mT, "right": gradient.mT @ gradient}
     if not state:
         state["count"] = gradient.new_zeros(len(gradient))
         state["mean"], state["second"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        for side, gram in (("left", gradient @ gradient.mT), ("right", gradient.mT @ gradient)):
+        for side, gram in grams.items():
             state[side], state[f"{side}_root"] = torch.zeros_like(gram), torch.zeros_like(gram)
     state["count"] += 1
-    count = state["count"][:, None, None].double()  # of each matrix: one may have missed a step
+    count = state["count"][:, None, None].double()  # by matrix: some may have missed steps
     due = ((state["count"] == 1) | (state["count"] % frequency == 0)).nonzero().flatten()
     mean = state["mean"].lerp_(gradient, 1 - betas[0])
     second = state["second"].lerp_(gradient.square(), 1 - betas[1])
     adam = mean / (1 - betas[0] ** count).to(mean.dtype)
     adam = adam / ((second / (1 - betas[1] ** count).to(second.dtype)).sqrt() + eps)
-    for side, gram in (("left", gradient @ gradient.mT), ("right", gradient.mT @ gradient)):
+    for side, gram in grams.items():
         state[side].lerp_(gram, 1 - betas[1])
         if len(due):
             state[f"{side}_root"][due] = _inverse_root(state[side][due], damping)
@@ -189,11 +195,11 @@ def shampoo(
 
 
 def _inverse_root(gram: Tensor, damping: float) -> Tensor:
-    """The inverse fourth root of positive matrices [n, m, m]."""
-    sizes, vectors = torch.linalg.eigh(gram)
-    sizes = sizes.clamp_min(0.0)
-    sizes = sizes + damping * sizes[:, -1:].clamp_min(1e-30)
-    root: Tensor = (vectors * sizes.pow(-0.25)[:, None, :]) @ vectors.mT
+    """The inverse fourth root of positive semi-definite matrices [n, m, m]."""
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    eigenvalues = eigenvalues.clamp_min(0.0)
+    eigenvalues = eigenvalues + damping * eigenvalues[:, -1:].clamp_min(1e-30)
+    root: Tensor = (vectors * eigenvalues.pow(-0.25)[:, None, :]) @ vectors.mT
     return root
 
 
@@ -209,8 +215,9 @@ def soap(
     eps: float = 1e-8,
 ) -> Tensor:
     """SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in Shampoo's eigenbasis.
-    The first step sets the basis and changes no weight, as in the authors' code. Later bases come
-    from one step of a power iteration (QR), every ``frequency`` steps."""
+
+    The first step sets the basis and changes no weight, as in the authors' code. Every
+    ``frequency`` steps, one step of a power iteration (QR) improves the basis."""
     grams = {"left": gradient @ gradient.mT, "right": gradient.mT @ gradient}
     if not state:
         state["count"] = gradient.new_zeros(len(gradient))
@@ -221,7 +228,7 @@ def soap(
             state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(-1).contiguous()
         return torch.zeros_like(gradient)
     state["count"] += 1
-    count = state["count"][:, None, None].double()  # of each matrix: one may have missed a step
+    count = state["count"][:, None, None].double()  # by matrix: some may have missed steps
     left, right = state["left_basis"], state["right_basis"]
     mean = state["mean"].lerp_(gradient, 1 - betas[0])
     second = state["second"].lerp_((left.mT @ gradient @ right).square(), 1 - betas[1])
@@ -232,23 +239,25 @@ def soap(
         state[side].lerp_(gram, 1 - shampoo_beta)
     due = (state["count"] % frequency == 0).nonzero().flatten()
     if len(due):
-        part = {name: value[due] for name, value in state.items()}
-        _turn(part, "left", dim=-2)
-        _turn(part, "right", dim=-1)
-        for name, value in part.items():
+        due_state = {name: value[due] for name, value in state.items()}
+        _improve_basis(due_state, "left", dim=-2)
+        _improve_basis(due_state, "right", dim=-1)
+        for name, value in due_state.items():
             state[name][due] = value
     return lr * update
 
 
-def _turn(state: State, side: str, dim: int) -> None:
-    """Bring a basis closer to the eigenvectors; the second moments keep their directions."""
+def _improve_basis(state: State, side: str, dim: int) -> None:
+    """Sort a basis by eigenvalue, largest first, and bring it closer to the eigenvectors. The
+    second moments, whose dimension ``dim`` it spans, are sorted in the same way."""
     gram, basis = state[side], state[f"{side}_basis"]
-    sizes = (basis.mT @ gram @ basis).diagonal(dim1=-2, dim2=-1)
-    order = sizes.argsort(dim=-1, descending=True)
+    eigenvalues = (basis.mT @ gram @ basis).diagonal(dim1=-2, dim2=-1)
+    order = eigenvalues.argsort(dim=-1, descending=True)
     basis = basis.gather(-1, order[:, None, :].expand_as(basis))
-    shape = order[:, :, None] if dim == -2 else order[:, None, :]
-    state["second"] = state["second"].gather(dim, shape.expand_as(state["second"]))
+    index = order[:, :, None] if dim == -2 else order[:, None, :]
+    state["second"] = state["second"].gather(dim, index.expand_as(state["second"]))
     state[f"{side}_basis"] = torch.linalg.qr(gram @ basis).Q.contiguous()
 
 
-ANY = {one.name: one for one in (muon, normuon, adamuon, soap, shampoo, dion, scion, spectral_lion)}
+_FUNCTIONS = (muon, normuon, adamuon, soap, shampoo, dion, scion, spectral_lion)
+ANY = {function.name: function for function in _FUNCTIONS}

@@ -2,23 +2,23 @@
 """Gradients of an optimizer's parameters: where they are stored, whether all ranks have them, and
 their norm.
 
-**Where.** A gradient, and an optimizer state with it, is stored like its weight, except where
-replicas divide the matrices between them (division.py). The optimizer decides which replica has
-what (replicas.py) and tells the buffers (``Version.divisions``). From the next backward on,
-gradients are reduced accordingly: a rank of another replica has an empty piece.
+**Where.** A gradient and its optimizer states are stored like the weight, except where replicas
+divide the matrices between them (division.py). The optimizer decides which replica has which
+elements (replicas.py) and sets ``Version.divisions``. From the next backward on, gradients are
+reduced accordingly: a rank of another replica has an empty piece.
 
-**Whether.** A rank that skipped a parameter by itself would keep old weights, or make the owners of
-its matrices wait for pieces. Before each step all ranks compare two bits per parameter:
+**Whether.** A rank that skipped a parameter alone would keep old weights, or let the owners of its
+matrices wait for pieces forever. Before each step all ranks compare two bits per parameter:
 
     rank 0   w: gradient   b: None    --\
     rank 1   w: gradient   b: None    --->   w is updated, b is skipped, as in one process
     rank 1   w: None       b: None    --->   every rank raises: 'w'
 
 **Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks
-store different elements, so the norm, and with it the clipped gradient, is the same float32 for
-every sharding. Replicas store the same gradients and are not added. Ranks outside the mesh of
-experts store other experts and are added; ranks outside the mesh of a DTensor store copies. A NaN
-or an infinity anywhere makes the norm so on every rank.
+store different elements. So the norm, and the clipped gradient, is the same float32 for every
+sharding. Replicas store the same gradients and are not added. Ranks outside the mesh of experts
+store other experts and are added. Ranks outside the mesh of a DTensor store copies and are not
+added. A NaN or an infinity on any rank makes the norm so on every rank.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from shardwise.tensor_steps import refuse_own_gradients, refuse_unreduced
 from shardwise.tensor_whole import gathered
 from shardwise.words import quoted
 
-# Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True
-# where only their modules know these ranks.
+# Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
+# there is no such axis.
 OTHERS_ELSEWHERE = "_shardwise_others_elsewhere"
 
 
@@ -61,9 +61,9 @@ def division_of(parameter: Tensor) -> Division | None:
 
 
 def divide(parameter: Tensor, division: Division | None) -> None:
-    """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
+    """Have the gradients of a parameter reduced to the replicas that need them; None: to all.
 
-    A gradient that is divided otherwise is brought to all replicas first (collective then).
+    Collective if a gradient with another division exists, which is brought to all replicas.
     """
     if not isinstance(parameter, ShardedTensor) or parameter.version is None:
         return
@@ -80,7 +80,7 @@ def divide(parameter: Tensor, division: Division | None) -> None:
 
 
 def state_cut(parameter: ShardedTensor) -> Cut:
-    """The Cut of a parameter's gradient and optimizer states."""
+    """The cut of a parameter's gradient and optimizer states."""
     division = division_of(parameter)
     return parameter.cut if division is None else parameter.cut.divided(division)
 
@@ -96,7 +96,7 @@ def zero_state(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def moved_state(parameter: Tensor, state: Tensor) -> Tensor:
-    """A state stored as :func:`zero_state` would store it (collective if it was not)."""
+    """The state, stored like :func:`zero_state` (collective if it must move)."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(state, ShardedTensor):
         return state
     return state if state_cut(parameter).matches(state.cut) else zero_state(parameter).copy_(state)
@@ -110,7 +110,7 @@ def gradient_axes(parameter: Tensor) -> tuple[comm.Axis, ...]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """This rank's piece of the gradient that this rank updates."""
+    """This rank's piece of the gradient, for the elements that this rank updates."""
     grad = parameter.grad
     if not isinstance(parameter, ShardedTensor) or not isinstance(grad, ShardedTensor):
         return None if grad is None else local_of(grad)
@@ -121,7 +121,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 class OptimizerGradients:
-    """The gradients of some parameters, checked together before they are used."""
+    """The gradients of an optimizer's parameters, which all ranks check together before a step."""
 
     def __init__(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
         self.parameters, self.name = list(parameters), name
@@ -132,57 +132,63 @@ class OptimizerGradients:
                 self.axes.setdefault(axis, []).append(position)
 
     def check(self, problem: str | None = None) -> None:
-        """Raise on every rank where only some ranks have a gradient, or any rank has another
-        ``problem``; redistribute gradients that are not placed like their parameters
-        (collective)."""
-        lacking = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
-        given = ~lacking
-        wrong = problem is not None
+        """Raise on every rank if only some ranks have a gradient, or if any rank has a ``problem``;
+        bring gradients that are not placed like their parameters to their places (collective)."""
+        absent = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
+        given = ~absent  # here; after the loop: on any rank
+        failed = problem is not None
         for axis, positions in self.axes.items():
-            facts = numpy.concatenate([lacking[positions], given[positions], [wrong]])
-            found = comm.any_rank(facts, axis)
-            lacking[positions], given[positions] = numpy.split(found[:-1], 2)
-            wrong = bool(found[-1])
-        names = [
-            self.name(self.parameters[position]) for position in (lacking & given).nonzero()[0]
-        ]
-        wrong = wrong or bool(names)
+            facts = numpy.concatenate([absent[positions], given[positions], [failed]])
+            anywhere = comm.any_rank(facts, axis)
+            absent[positions], given[positions] = numpy.split(anywhere[:-1], 2)
+            failed = bool(anywhere[-1])
+        differing = (absent & given).nonzero()[0]
+        failed = failed or len(differing) > 0
         for axis in self.axes if len(self.axes) > 1 else ():  # ranks of other meshes raise too
-            wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
+            failed = bool(comm.any_rank(numpy.array([failed]), axis)[0])
         if problem is not None:
             raise ValueError(problem)
-        if names:
+        if len(differing):
+            names = quoted([self.name(self.parameters[position]) for position in differing])
             raise RuntimeError(
-                f"{quoted(names)} has a gradient on some ranks and None on others: nothing was "
-                f"updated. Drop gradients on every rank or on none, and give zeros where a rank "
-                f"has nothing to add"
+                f"{names} has a gradient on some ranks and None on others: nothing was updated. "
+                f"Drop gradients on every rank or on none, and set zeros where a rank has nothing "
+                f"to add"
             )
-        if wrong:
+        if failed:
             raise RuntimeError(
-                "other ranks cannot take this step, and say why: nothing was updated"
+                "other ranks cannot take this step, and their errors give the reason: nothing was "
+                "updated"
             )
-        for parameter in self.parameters:  # tensor parallelism may leave partial sums
-            grad = parameter.grad
-            if isinstance(parameter, ShardedTensor):
-                if grad is not None and not isinstance(grad, ShardedTensor):  # set by hand
-                    whole = gathered(grad) if isinstance(grad, DTensor) else grad
-                    piece = parameter.cut.take(whole).contiguous()
-                    parameter.grad = ShardedTensor(piece, parameter.cut)
-                elif grad is not None and not state_cut(parameter).is_part_of(grad.cut):
-                    parameter.grad = torch.empty_like(parameter).copy_(grad)  # another's
-                continue
-            if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
-                continue
-            if grad.placements != parameter.placements:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
+        for parameter in self.parameters:
+            _place_gradient(parameter)
 
     def widen(self) -> None:
-        """Give gradients that are narrower than their weights (``Precision.gradients``) the dtype
-        of these, for steps that have no kernel to read them."""
+        """Convert gradients that are narrower than their weights (``Precision.gradients``) to the
+        weights' dtype, for steps without a kernel that reads narrow gradients."""
         for parameter in self.parameters:
             grad = parameter.grad
             if grad is not None and grad.dtype != parameter.dtype:
                 parameter.grad = grad.to(parameter.dtype)
+
+
+def _place_gradient(parameter: Tensor) -> None:
+    """Store a gradient where its parameter's optimizer states are stored (collective)."""
+    grad = parameter.grad
+    if grad is None:
+        return
+    if isinstance(parameter, ShardedTensor):
+        if not isinstance(grad, ShardedTensor):  # the user set it
+            whole = gathered(grad) if isinstance(grad, DTensor) else grad
+            piece = parameter.cut.take(whole).contiguous()
+            parameter.grad = ShardedTensor(piece, parameter.cut)
+        elif not state_cut(parameter).is_part_of(grad.cut):  # reduced to another replica
+            parameter.grad = torch.empty_like(parameter).copy_(grad)
+        return
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+        return
+    if grad.placements != parameter.placements:  # tensor parallelism left partial sums
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 # ------------------------------------------------------------------------------ norm
@@ -190,19 +196,19 @@ class OptimizerGradients:
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """A clip that is still to be applied: the norm of all gradients, and the largest allowed."""
+    """A clip to apply: the norm of all gradients, and the largest norm allowed."""
 
     norm: Tensor
     max_norm: float
-    parts: list[tuple[Tensor, Tensor]]  # this rank's gradients: parameters, norms on the device
+    parts: list[tuple[Tensor, Tensor]]  # (parameter, norm of this rank's piece of its gradient)
 
     @property
     def factor(self) -> Tensor:
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def on_device(self) -> Tensor:
-        """[2] fp32, for kernels: the factor of the gradients; and 1 where the norm is not finite,
-        so that nothing may change, else 0."""
+        """[2] fp32, for kernels: the factor of the gradients; and 1 if the norm is not finite, so
+        that the step must change nothing, else 0."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
     def scale(self, gradients: OptimizerGradients) -> None:
@@ -233,24 +239,19 @@ def measure_clip(
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
     refuse_unreduced(gradients.parameters, f"clip_grad_norm({max_norm})")
     gradients.check()
-    parts: list[tuple[Tensor, Tensor]] = []
-    norm = grad_norm(gradients.parameters, norm_type, parts)
+    norm, parts = _grad_norm(gradients.parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
     return Clip(norm, max_norm, parts)
 
 
-def grad_norm(
-    parameters: Sequence[Tensor],
-    norm_type: float = 2.0,
-    parts: list[tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:
-    """The norm of all gradients as one vector, float32, the same on every rank.
-
-    ``parts`` takes the norms of this rank's pieces.
-    """
+def _grad_norm(
+    parameters: Sequence[Tensor], norm_type: float
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The norm of all gradients as one vector, float32, the same on every rank; and (parameter,
+    norm) of this rank's pieces."""
     widest = max(parameters, key=_num_ranks, default=None)
-    # By the axes to add up over, and for experts the number of copies that are added.
+    # (parameter, gradient) by the axes to add over, and by the number of copies that are added.
     members_of: dict[tuple[tuple[comm.Axis, ...], int], list[tuple[Tensor, Tensor]]] = {}
     device = torch.device("cpu")
     for parameter in parameters:
@@ -259,10 +260,10 @@ def grad_norm(
         if isinstance(others, comm.Axis):
             axes = (*axes, others)
         elif others and 0 < _num_ranks(parameter) < _num_ranks(widest):
-            # Every rank adds its part of its experts, divided by the number of copies.
-            sharding = sharding_of(parameter)
-            held = division_of(parameter) is None
-            copies = sharding.count(sharding.replicated) if held else 1
+            # Add over all ranks, which include the copies of each piece.
+            if division_of(parameter) is None:
+                sharding = sharding_of(parameter)
+                copies = sharding.count(sharding.replicated)
             axes = sharding_of(widest).axes
         members = members_of.setdefault((axes, copies), [])
         device = parameter.device
@@ -273,21 +274,26 @@ def grad_norm(
     grads = [p.grad for p in plain if p.grad is not None]
     refuse_own_gradients(grads, axes_of(parameters) if plain else [])
     total = torch.zeros((), dtype=torch.float64, device=device)
+    parts: list[tuple[Tensor, Tensor]] = []
     largest = norm_type == math.inf
     for (axes, copies), members in members_of.items():
-        value = _partial(members, norm_type, device, parts)
-        value = value if largest else value / copies
+        norms = _piece_norms(members, norm_type, device)
+        parts += norms
+        value = torch.zeros((), dtype=torch.float64, device=device)
+        if norms:
+            stacked = torch.stack([norm for _, norm in norms])
+            value = stacked.amax() if largest else stacked.pow(norm_type).sum() / copies
         value = reduced(value.view(1), "max" if largest else "sum", axes).view(())
         total = torch.maximum(total, value) if largest else total + value
-    return (total if largest else total.pow(1.0 / norm_type)).float()
+    return (total if largest else total.pow(1.0 / norm_type)).float(), parts
 
 
 def _others_of(parameter: Tensor) -> comm.Axis | bool:
-    """The axis whose ranks store other experts; else whether ranks outside of the parameter's mesh
-    store others, and not copies.
+    """The axis whose ranks store other experts; without one, whether ranks outside the parameter's
+    mesh store other experts and not copies.
 
-    Of torch's DTensors only our experts do (``sw.optimizer`` marks them): ranks beside the mesh of
-    tensor parallelism store copies."""
+    For torch's DTensors this is true of our experts alone, which ``sw.optimizer`` marks: ranks
+    outside a mesh of tensor parallelism store copies."""
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.ranks.others or True
     return getattr(parameter, OTHERS_ELSEWHERE, False)
@@ -300,19 +306,13 @@ def _num_ranks(parameter: Tensor) -> int:
     return math.prod(sharding_of(parameter).sizes) if isinstance(parameter, DTensor) else 0
 
 
-def _partial(
-    members: list[tuple[Tensor, Tensor]],
-    norm_type: float,
-    device: torch.device,
-    parts: list[tuple[Tensor, Tensor]] | None,
-) -> Tensor:
-    """The sum of |g|^p over local pieces, or their largest element."""
-    local = [(parameter, grad) for parameter, grad in members if grad.numel()]
-    if not local:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    grads = [grad for _, grad in local]
-    norms = [norm.to(device) for norm in torch._foreach_norm(grads, norm_type, dtype=torch.float64)]
-    if parts is not None:
-        parts += zip((parameter for parameter, _ in local), norms, strict=True)
-    stacked = torch.stack(norms)
-    return stacked.amax() if norm_type == math.inf else stacked.pow(norm_type).sum()
+def _piece_norms(
+    members: list[tuple[Tensor, Tensor]], norm_type: float, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, float64 norm of this rank's piece of its gradient); empty pieces are left out."""
+    members = [(parameter, grad) for parameter, grad in members if grad.numel()]
+    if not members:
+        return []
+    parameters, grads = zip(*members, strict=True)
+    norms = torch._foreach_norm(grads, norm_type, dtype=torch.float64)
+    return [(parameter, norm.to(device)) for parameter, norm in zip(parameters, norms, strict=True)]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that one exchange works on: who computes them, and a step over them, round by round.
+"""A group of parameters that share an exchange, and a step over their matrices, round by round.
 
-    begin       element by element, on the pieces that this rank updates     -> places of a round
+    begin       element by element, on the pieces that this rank updates     -> values to exchange
     exchange    whole matrices, one owner each                               -> updates
-    apply       decay and update, on the pieces that are stored here
+    apply       decay and update, on the pieces that this rank stores
 
-The memory of a step is bounded (``step_bytes``): a round's updates are made when it begins, and
-gone when its weights are written. Muon (muon_step.py) and functions (function_step.py) say what is
-computed.
+The memory of a step is bounded (``step_bytes``): the values of a round are made when it begins, and
+freed when its weights are written. Subclasses compute the updates: Muon (muon_step.py) and
+functions (function_step.py).
 """
 
 from __future__ import annotations
@@ -44,70 +44,70 @@ from shardwise.optim.storage import (
 from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
+# Matrices of parameters that are cut and priced alike, which are made once. A value holds its
+# pieces, whose id is part of the key.
 Known = dict[Any, tuple[Sequence[Piece], list[Matrix]]]
 
-_ALIKE = (
-    *("form", "scale", "wire", "replicas", "tensor_parallel"),
-    *("step_bytes", "kind", "function"),
-)  # settings of parameters that one exchange works on
+# Settings that all parameters of an exchange have in common.
+_SHARED_SETTINGS = ("form", "scale", "wire", "replicas", "tensor_parallel", "step_bytes", "kind",
+                    "function")  # fmt: skip
 
 
 def planned_settings(group: dict[str, Any]) -> tuple[Any, ...]:
     """The settings of a parameter group that the plan of its exchange depends on."""
-    return (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _ALIKE))
+    return (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _SHARED_SETTINGS))
 
 
 def kernels_everywhere(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
-    """Whether every rank of the axes has kernels, so that all price matrices as measured.
+    """Whether every rank of the axes has kernels, so that all ranks price matrices as measured.
 
-    Collective on GPUs, of which a cluster may have several kinds. A plan's ranks have what their
-    backend stands for.
+    Collective on GPUs, because a cluster may have several kinds. In a plan, "nccl" as the backend
+    stands for GPUs with kernels.
     """
     if device.type == "meta":
         return any(axis.backends.get("meta") == "nccl" for axis in axes)
     if device.type != "cuda":
         return False
-    found = uses_kernels(device)
+    everywhere = uses_kernels(device)
     for axis in axes:
-        found = all(comm.agree(found, axis))
-    return found
+        everywhere = all(comm.agree(everywhere, axis))
+    return everywhere
 
 
 @dataclass(eq=False)
 class MatrixParameter:
-    """One parameter that Muon updates: a matrix, or several."""
+    """One parameter of a matrix optimizer: a matrix, or several."""
 
     name: str
     parameter: Tensor
     route: Route
-    group: dict[str, Any]  # its parameter group: learning rate and all
+    group: dict[str, Any]  # the parameter group of the optimizer
 
     @cached_property
     def split_here(self) -> tuple[Split | None, bool]:
-        """The split of what shards cut (a block, under tensor parallelism), and whether matrices
-        are whole in it."""
+        """The split of this rank's block (without tensor parallelism, of the parameter), and
+        whether the matrices in it are whole."""
         sharding, split = sharding_of(self.parameter), self.route.split
         if split is None or not any(sharding.blocked):
             return split, not any(sharding.blocked)
         count = sharding.count(sharding.blocked)
         shape = tuple(self.parameter.shape)
-        found = split.within(shape, sharding.block_dim, count, sharding.block)
-        assert found is not None, "refused at construction"
-        return found
+        within = split.within(shape, sharding.block_dim, count, sharding.block)
+        assert within is not None, "refused at construction"
+        return within
 
     def matrices(
         self,
         position: int,
         *,
         measured: bool,
-        order: int = 0,
-        known: Known | None = None,
-        divided: Sequence[Piece] | None = None,
+        order: int,
+        known: Known,
+        divided: Sequence[Piece] | None,
     ) -> list[Matrix]:
-        """Its matrices with pieces and prices; ``position`` is the parameter's in the group.
-        ``known``: those of parameters that are cut and priced alike, which are made once.
-        ``divided``: the pieces that ranks update, where those are not all that they store."""
-        known = {} if known is None else known
+        """The matrices of the parameter, with pieces and prices. ``position``: that of the
+        parameter in its group. ``divided``: the pieces that each rank updates, where these are not
+        all that it stores."""
         parameter, group = self.parameter, self.group
         shape = self.route.shape_of(block_shape(parameter))
         polynomial = polynomial_of(group.get("preset", DEFAULT))
@@ -118,7 +118,7 @@ class MatrixParameter:
             pinned = grain.kind == "tensor" and (grain.count == 1 or len(shape) == 3)
         pieces = pieces_of(parameter) if divided is None else divided
         key = (id(pieces), shape, self.split_here[0], pinned)
-        if key not in known:  # with the pieces, whose id is part of the key
+        if key not in known:
             cost = partial(
                 price, polynomial=polynomial, form=group.get("form", "auto"), measured=measured
             )
@@ -139,44 +139,40 @@ class StepValues(NamedTuple):
 
 
 class MatrixGroup:
-    """Parameters of one Sharding and of equal settings, and their exchange.
+    """Parameters of one Sharding and of equal settings, and their exchange. A subclass computes the
+    matrices and stores their states."""
 
-    A subclass says how a matrix is computed, and what is stored for it.
-    """
+    fused = False  # whether the step runs by kernels, which also clip
+    blocks: Blocks | None  # how tensor parallelism cuts the matrices; None: they are whole here
 
-    fused = False  # whether the step runs by kernels, which clip on the way
-    blocks: Blocks | None  # how tensor parallelism cuts the matrices
-
-    def __init__(
-        self,
-        sharding: Sharding,
-        members: Sequence[MatrixParameter],
-    ) -> None:
+    def __init__(self, sharding: Sharding, members: Sequence[MatrixParameter]) -> None:
         """Collective where the parameters are sharded."""
         self.sharding, self.members = sharding, list(members)
         self.spread: Spread | None = None
         first = members[0].group
-        locals_ = [local_of(one.parameter) for one in members]
+        locals_ = [local_of(member.parameter) for member in members]
         device = locals_[0].device
         shards = sharding.axis(sharding.sharded)
         spreads = first.get("replicas", "spread") == "spread"
         replicas = sharding.axis(sharding.replicated) if spreads else None
-        ranks = sharding.ranks.axes if sharding.mesh is not None else ()
-        measured = kernels_everywhere(device, ranks)
+        axes = sharding.ranks.axes if sharding.mesh is not None else ()
+        measured = kernels_everywhere(device, axes)
         known: Known = {}
-        orders = self._orders()
-        # Positions of members, by part of the step: what is updated, and can be gathered, together.
+        part_of = self._part_of()
+        # By part of the step: the positions of the members that are updated in it. Their weights
+        # can be gathered when the part is done.
         self.parts = [
-            [position for position, at in enumerate(orders) if at == order]
-            for order in sorted(set(orders))
+            [position for position, own_part in enumerate(part_of) if own_part == part]
+            for part in sorted(set(part_of))
         ]
         self._prepare(locals_, measured)
-        matrices = self._matrices(measured, orders, known)
-        computed = self._computed(matrices)
-        self.spread = self._spread(matrices, shards, replicas, computed)
+        matrices = self._matrices(measured, part_of, known)
+        options = self._exchange_options(matrices)
+        if replicas is not None:
+            self.spread = self._spread(matrices, shards, replicas, options)
         if self.spread is not None:
             self.sharding = self.spread.sharding
-            matrices = self._matrices(measured, orders, known)
+            matrices = self._matrices(measured, part_of, known)
             shards, replicas = self.sharding.axis(self.sharding.sharded), None
         self.exchange = Exchange(
             matrices,
@@ -185,12 +181,11 @@ class MatrixGroup:
             device,
             wire=first["wire"],
             step_bytes=first.get("step_bytes"),
-            **computed,
+            **options,
         )
-        self._stored = [self._weight(position).numel() > 0 for position in range(len(members))]
         self.exchange.agree()
-        of_round = [orders[self._parameter(index)] for index, *_ in self.exchange.ownership.rounds]
-        self._num_rounds = [of_round.count(order) for order in sorted(set(orders))]
+        of_round = [matrices[index].order for index, *_ in self.exchange.ownership.rounds]
+        self._num_rounds = [of_round.count(part) for part in sorted(set(part_of))]
         self._divide_between_replicas(sharding)
         self._plan_step()
 
@@ -201,14 +196,14 @@ class MatrixGroup:
             return None
         return Blocks(axis, self.sharding.block_dim, mode)
 
-    def _matrices(self, measured: bool, orders: Sequence[int], known: Known) -> list[Matrix]:
+    def _matrices(self, measured: bool, part_of: Sequence[int], known: Known) -> list[Matrix]:
         return [
             matrix
-            for position, one in enumerate(self.members)
-            for matrix in one.matrices(
+            for position, member in enumerate(self.members)
+            for matrix in member.matrices(
                 position,
                 measured=measured,
-                order=orders[position],
+                order=part_of[position],
                 known=known,
                 divided=None if self.spread is None else self.spread.pieces[position],
             )
@@ -218,45 +213,40 @@ class MatrixGroup:
         self,
         matrices: Sequence[Matrix],
         shards: comm.Axis | None,
-        replicas: comm.Axis | None,
-        computed: dict[str, Any],
+        replicas: comm.Axis,
+        options: dict[str, Any],
     ) -> Spread | None:
-        """The even division between replicas, where that is cheaper than one by matrix."""
-        if replicas is None:
-            return None
-        width = computed.get("results", torch.float32).itemsize
-        ranks = shards.size if shards is not None else 1
-        plan = assign_owners(matrices, ranks, replicas.size, result_width=width)
-        parameters = [one.parameter for one in self.members]
+        """The even division between replicas, if it costs less than a division by matrix."""
+        width = options.get("results", torch.float32).itemsize
+        num_shards = shards.size if shards is not None else 1
+        plan = assign_owners(matrices, num_shards, replicas.size, result_width=width)
+        parameters = [member.parameter for member in self.members]
         dense = all(local_of(parameter).is_contiguous() for parameter in parameters)
-        return (
-            spread_evenly(self.sharding, parameters) if dense and evenly_is_cheaper(plan) else None
-        )
+        if not dense or not evenly_is_cheaper(plan):
+            return None
+        return spread_evenly(self.sharding, parameters)
 
     @property
     def divides(self) -> bool:
-        """Whether replicas divide the matrices between them, and store what they work on."""
+        """Whether replicas divide the matrices between them."""
         return self.spread is not None or self.exchange.replicas is not None
 
-    def _weight(self, position: int) -> Tensor:
-        """The elements of a weight that this rank updates."""
-        return self._mine(position, local_of(self.members[position].parameter))
-
     def _mine(self, position: int, local: Tensor) -> Tensor:
-        """The part of ``local`` that this rank updates; flat where replicas divide a parameter
-        evenly."""
-        return local if self.spread is None else self.spread.take(position, local.view(-1))
+        """The flat part of ``local`` that this rank updates."""
+        flat = local.view(-1)
+        return flat if self.spread is None else self.spread.take(position, flat)
 
     def _parameter(self, index: int) -> int:
+        """The position of the parameter of a matrix."""
         return self.exchange.matrices[index].parameter
 
-    def _orders(self) -> list[int]:
-        """The part of the step in which each parameter is updated: one part for all, where no unit
-        gathers weights during the step."""
-        versions = [version_of(one.parameter) for one in self.members]
+    def _part_of(self) -> list[int]:
+        """By member: the part of the step in which it is updated. There is one part, unless units
+        gather weights during the step."""
+        versions = [version_of(member.parameter) for member in self.members]
         if not any(version is not None and version.on_stepped is not None for version in versions):
             return [0] * len(versions)
-        sizes = [one.parameter.numel() for one in self.members]
+        sizes = [member.parameter.numel() for member in self.members]
         return update_order([id(version) for version in versions], sizes)
 
     def _divide_between_replicas(self, sharding: Sharding) -> None:
@@ -264,89 +254,92 @@ class MatrixGroup:
         ownership = self.exchange.ownership
         places = sharding.places(sharding.replicated) if self.exchange.replicas else []
         by_place = sorted(range(len(places)), key=places.__getitem__)
-        for position, one in enumerate(self.members):
+        for position, member in enumerate(self.members):
             division: Division | None = None
             if self.spread is not None:
                 division = self.spread.divisions[position]
             elif places:
-                by_rank = ownership.replica_ranges[position]
-                division = ByMatrix(tuple(by_rank[rank] for rank in by_place))
-            divide(one.parameter, division)
+                ranges = ownership.replica_ranges[position]
+                division = ByMatrix(tuple(ranges[rank] for rank in by_place))
+            divide(member.parameter, division)
 
     # ------------------------------------------------------------------ by optimizer
 
     # Take the settings of the optimizer: (local weights, whether all ranks have kernels).
     _prepare: Callable[[Sequence[Tensor], bool], None]
-    # The state of a parameter, new or as it was, stored where it is needed (collective then).
+    # The state of a parameter, new or as it was, where it is needed (collective if it moves).
     state_of: Callable[[MatrixParameter, dict[str, Any]], dict[str, Any]]
-    # Write what the matrices of a round are computed from to its places: zeros without a gradient.
+    # Write the values from which a round is computed into the given memory: zeros where there is no
+    # gradient.
     _begin: Callable[[StepValues, Sequence[Span], Sequence[Tensor]], None]
     # The updates of whole matrices that this rank owns.
     _compute: Callable[[StepValues, Batch], Tensor]
-    # Decay and update weights of one parameter group; updates still lack the factor ``scale``:
+    # Decay and update weights of one parameter group, with the updates multiplied by ``scale``:
     # (step, parameter group, weights, updates, scale).
     _apply_group: Callable[[StepValues, dict[str, Any], list[Tensor], list[Tensor], float], None]
 
-    def _computed(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
-        """How the exchange computes, where that is not in fp32: see ``Exchange``."""
+    def _exchange_options(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
+        """``results`` and ``work`` of :class:`Exchange`, if these differ from the defaults."""
         return {}
 
     def _plan_step(self) -> None:
-        """Prepare what follows from the exchange."""
+        """Prepare the parts of a step that follow from the exchange."""
 
     @property
     def owned_bytes(self) -> Counter[tuple[int, int]]:
-        """Bytes of state that lie on owners (replica, rank), not beside the weights."""
+        """By owner (replica, rank): the bytes of states that lie there, not with the weights."""
         return Counter()
 
     def _check(self) -> None:
-        """Raise on every rank what went wrong on one."""
+        """Raise on every rank the problem of any rank."""
 
     def _scale_left(self, span: Span) -> float:
-        """The factor that the updates of a span still lack."""
+        """The factor by which the updates of a span must still be multiplied."""
         return 1.0
 
     def _advance_others(self, now: StepValues) -> None:
-        """Advance states that are stored here, of weights that another replica updates."""
+        """Advance states on this rank whose weights another replica updates."""
 
     def _step_local(self, now: StepValues, positions: Sequence[int]) -> None:
         """Update parameters that skip the exchange."""
 
     def launch_ahead(self) -> None:
-        """Launch the kernels of a step that clips on tensors without memory: those of matrices that
-        skip the exchange, and of Newton-Schulz."""
+        """Launch the kernels of a step that clips, for tensors without memory: the kernels of
+        matrices that skip the exchange, and of Newton-Schulz."""
 
     # ------------------------------------------------------------------ a step
 
     def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         """One step, part by part; yields the parameters that each part has written.
 
-        A parameter without a gradient, which no other rank has then either, is skipped. The
-        exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
+        A parameter that has no gradient, on this rank and on all others, is skipped. The exchange
+        stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
-        now = StepValues(states, [one.parameter.grad is not None for one in self.members], clip)
+        given = [member.parameter.grad is not None for member in self.members]
+        now = StepValues(states, given, clip)
         self._advance_others(now)
         rounds = self.exchange.run(partial(self._begin, now), partial(self._compute, now))
         for part, count in zip(self.parts, self._num_rounds, strict=True):
-            positions = [position for position in part if now.given[position]]
+            positions = [position for position in part if given[position]]
             self._step_local(now, positions)
-            for _ in range(count if any(now.given) else 0):
+            for _ in range(count if any(given) else 0):
                 spans, updates = next(rounds)
                 self._check()
                 self._apply(now, spans, updates)
                 del updates
             if self.spread is not None:
-                self.spread.gather(positions, [local_of(one.parameter) for one in self.members])
+                weights = [local_of(member.parameter) for member in self.members]
+                self.spread.gather(positions, weights)
             yield [self.members[position].parameter for position in positions]
 
     def _by_group(self, spans: Sequence[Span], given: Sequence[bool]) -> list[list[int]]:
         """The numbers of spans whose parameters have gradients, by parameter group and scale."""
-        found: dict[tuple[int, float], list[int]] = {}
+        numbers: dict[tuple[int, float], list[int]] = {}
         for number, span in enumerate(spans):
             if given[span.parameter]:
                 key = id(self.members[span.parameter].group), self._scale_left(span)
-                found.setdefault(key, []).append(number)
-        return list(found.values())
+                numbers.setdefault(key, []).append(number)
+        return list(numbers.values())
 
     def _apply(self, now: StepValues, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
         """Decay and update the weights of a round."""
@@ -361,8 +354,8 @@ class MatrixGroup:
             written.finish()
 
     def _piece(self, span: Span, state: Tensor) -> Tensor:
-        """The elements of a span in a flat state, or gradient: it begins where this replica's part
-        of the parameter does."""
+        """The elements of a span in a flat state or gradient, which begins at this replica's part
+        of the parameter."""
         parameter, begin = self.members[span.parameter].parameter, 0
         if self.spread is not None:
             state = self.spread.take(span.parameter, state)
@@ -380,17 +373,21 @@ def matrix_groups(
     members: Sequence[MatrixParameter],
     class_of: Callable[[str], Callable[..., MatrixGroup]],
 ) -> list[MatrixGroup]:
-    """One group per Sharding and settings, in order of first appearance: alike on every rank.
-    ``class_of``: the class of a group, by kind of its parameter groups.
+    """One group per Sharding and settings, in order of first appearance, which is the same on every
+    rank. ``class_of``: the class of a group, by the kind of its parameter groups.
 
     Collective where parameters are sharded.
     """
-    found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
-    for one in members:
-        sharding, alike = sharding_of(one.parameter), planned_settings(one.group)
-        key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
-        found.setdefault(key, (sharding, []))[1].append(one)
+    members_of: dict[Any, list[MatrixParameter]] = {}
+    for member in members:
+        key = (
+            sharding_of(member.parameter),
+            planned_settings(member.group),
+            member.split_here[1],
+            str(local_of(member.parameter).device),
+        )
+        members_of.setdefault(key, []).append(member)
     return [
         class_of(members[0].group["kind"])(sharding, members)
-        for sharding, members in found.values()
+        for (sharding, *_), members in members_of.items()
     ]

@@ -2,13 +2,12 @@
 """Muon's settings, and its arithmetic as pure functions over lists of pieces.
 
     momentum      ema   m = mu m + (1 - mu) g        sum   m = mu m + g
-    Nesterov            g and m mixed the same way once more
-    orthogonalise       the whole matrix (newton_schulz), times a scale that its shape decides
-    weight decay        decoupled, with the plain lr, before the update; or only where the update
-                        agrees with the weight's sign ("cautious")
+    Nesterov            g and m, mixed once more in the same way
+    orthogonalise       the whole matrix (newton_schulz), times a scale that depends on its shape
+    weight decay        decoupled, with the plain lr, before the update; "cautious": only where the
+                        update agrees with the weight's sign
 
-Everything but the orthogonalisation works element by element, so it runs on any piece of a
-parameter.
+All but the orthogonalisation works element by element, so it runs on any piece of a parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from shardwise.words import choice_problems
 
 MomentumForm = Literal["ema", "sum"]
 
-# The names mean different things elsewhere. The factor on the learning rate, by matrix [out, in]:
+# The factor on the learning rate of a matrix [out, in]. Other libraries use other names.
 SCALES = {
     "spectral": lambda out, in_: math.sqrt(max(1.0, out / in_)),  # torch's "original"
     "match_rms_adamw": lambda out, in_: 0.2 * math.sqrt(max(out, in_)),  # Moonlight's
@@ -44,31 +43,31 @@ SCALES = {
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Muon for the matrices of a model: a value, checked; ``sw.muon(...)`` is this class.
+    """Settings of Muon for the matrices of a model; ``sw.muon(...)`` is this class.
 
     A parameter group of the optimizer, and with it a checkpoint, holds these fields under the same
     names.
 
     Args:
-        lr: the learning rate of an update whose size the ``scale`` decides.
-        momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
-            ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
+        lr: the learning rate; ``scale`` decides the size of the update that it multiplies.
+        momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, with buffers that
+            differ by ``1 / (1 - momentum)``. Saved in checkpoints; buffers are converted on load.
         decay: "cautious" decays only where the update has the weight's sign.
         preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
         form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
         scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
-            "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.
+            "unit_rms" sqrt(out/in), or "none"; for the shape of the whole matrix.
         wire: the dtype of matrices between ranks; "fp16" (scaled by powers of two) halves the
             bytes and rounds.
         tensor_parallel: for weights cut by tensor parallelism: whole matrices on every rank
             ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
-            rounding), or each rank's block by itself ("blockwise", another optimizer).
+            rounding), or each rank's block alone ("blockwise", another optimizer).
         replicas: ranks that store the same shards divide the matrices and "spread" the results
-            (each gradient and momentum is stored by one replica, and about as much is sent as
-            the all-reduce of gradients would send), or each replica "repeat"s all of it.
-        step_bytes: the memory that a step may take on a rank beside states; matrices are exchanged
-            and computed so many at a time, one at least. None: as much as makes states and step
-            together no larger than AdamW's states.
+            (one replica stores each gradient and momentum, and about as much is sent as an
+            all-reduce of gradients would send), or every replica "repeat"s all work.
+        step_bytes: the memory that a step may take on a rank beside states. It bounds how many
+            matrices are exchanged and computed at a time; at least one is. None: states and step
+            together take no more than AdamW's states.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -102,7 +101,7 @@ class MuonSettings:
         return polynomial_of(self.preset)
 
 
-# How a step is computed, not its result: a checkpoint leaves these to the optimizer that loads.
+# Settings that decide how a step is computed, not its result. A load leaves them unchanged.
 MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form", "step_bytes")
 muon = MuonSettings
 
@@ -117,8 +116,8 @@ def update_momentum(
 ) -> list[Tensor]:
     """Advance the momentum buffers in place; returns the updates to orthogonalise.
 
-    Grads are only read. The updates are new memory: normalising one in place must not destroy the
-    momentum. ``group`` holds the settings, here and below.
+    Gradients are only read. The updates are new memory, because they are normalised in place, which
+    must not change the momentum. ``group`` holds the settings, here and below.
     """
     momentum, nesterov = group["momentum"], group["nesterov"]
     if group["momentum_form"] == "ema":
@@ -160,7 +159,7 @@ def apply_update(weights: list[Tensor], updates: list[Tensor], group: Mapping[st
 
 def kernels_fit(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can work on these tensors: fp32 on a GPU that they were written for."""
-    plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in tensors)
+    plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return plain and newton_schulz.uses_kernels(tensors[0].device)
 
 
@@ -171,8 +170,8 @@ def update_momentum_by_kernels(
     group: Mapping[str, Any],
     clip: Tensor | None = None,
 ) -> None:
-    """:func:`update_momentum` in one pass, of gradients that are clipped on the way, with the
-    updates written to ``places``."""
+    """:func:`update_momentum` in one pass that also clips the gradients and writes the updates to
+    ``places``."""
     if planned(buffers[0]):
         return
     from shardwise.kernels.momentum import accumulate
@@ -253,8 +252,9 @@ def step_by_kernels(
 def workspace_bytes(
     count: int, rows: int, cols: int, polynomial: Polynomial, by_kernels: bool
 ) -> int:
-    """The memory in which ``count`` matrices are orthogonalised. Kernels: a batch in fp16, as much
-    to work in, and Gram matrices. Else: results in fp32, and the work on one matrix."""
+    """The bytes that the orthogonalisation of ``count`` matrices takes. Kernels: a batch in fp16, a
+    workspace of the same size, and Gram matrices. Else: results in fp32, and the workspace of one
+    matrix."""
     if not by_kernels:
         return 4 * (count + 6) * rows * cols
     grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
@@ -262,5 +262,9 @@ def workspace_bytes(
 
 
 def _momentum_rule(group: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"beta": "momentum", "rule": "momentum_form", "nesterov": "nesterov"}
-    return {theirs: group[ours] for theirs, ours in names.items()}
+    """The settings of momentum under the names of the kernels' arguments."""
+    return {
+        "beta": group["momentum"],
+        "rule": group["momentum_form"],
+        "nesterov": group["nesterov"],
+    }

@@ -2,10 +2,10 @@
 """Muon's step over the matrices of an optimizer, wherever they are stored.
 
 On a GPU with kernels, matrices that this rank owns and stores whole skip the exchange: three
-kernels go from gradients to weights (``muon.step_by_kernels``).
+kernels lead from gradients to weights (``muon.step_by_kernels``).
 
-Momentum is stored like the gradient, which is stored like the weight (on one replica, where
-replicas divide the matrices), so it is saved and resharded like any other tensor.
+Momentum is stored like the gradient, so it is saved and resharded like any other tensor. The
+gradient is stored like the weight, but on one replica alone where replicas divide the matrices.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class MuonGroup(MatrixGroup):
         self.polynomial = polynomial_of(first["preset"])
         self.form, self.scale = first["form"], first["scale"]
         self.blocks = self._blocks(first["tensor_parallel"])
-        # Kernels compute in fp16, on all ranks or none: results travel as they are.
+        # ``packs``: kernels compute in fp16, on all ranks or on none, and results travel in fp16.
         wide = all(local.dtype == torch.float32 for local in locals_)
         self.packs = measured and wide and self.blocks is None and self.form == "auto"
         self.fused = measured and wide if locals_[0].is_meta else muon.kernels_fit(locals_)
 
-    def _computed(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
-        # Whoever applies the results scales them, so the blocks of a matrix need one scale.
+    def _exchange_options(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
+        # Results are scaled when they are applied, so all blocks of a matrix need the same scale.
         scales = (set(map(self._scale, matrix.shapes)) for matrix in matrices)
-        self.packs = self.packs and all(len(found) == 1 for found in scales)
+        self.packs = self.packs and all(len(different) == 1 for different in scales)
         if not self.packs:
             return {}
 
         def work(matrix: Matrix) -> int:
             shapes = matrix.shapes
-            return sum(muon.workspace_bytes(1, *one, self.polynomial, True) for one in shapes)
+            return sum(muon.workspace_bytes(1, *shape, self.polynomial, True) for shape in shapes)
 
         return {"results": torch.float16, "work": work}
 
@@ -60,77 +60,80 @@ class MuonGroup(MatrixGroup):
         return muon.scale_of(self.scale, *shape)
 
     def _plan_step(self) -> None:
-        """The parts of a step that follow from the exchange."""
-        # With kernels: by position, the matrices of parameters that skip the exchange.
-        self.local: dict[int, list[int]] = {}
+        # By position of a parameter that skips the exchange (with kernels): where its matrices
+        # begin in this rank's part of it, by shape.
+        self.local: dict[int, dict[tuple[int, int], numpy.ndarray]] = {}
         if self.fused and self.blocks is None:
-            self.local = self._local_matrices()
-            self.exchange.exclude(index for indices in self.local.values() for index in indices)
-        self._begins = {position: self._begins_of(of) for position, of in self.local.items()}
-        self.others = self._updated_elsewhere()
+            local = self._local_matrices()
+            self.exchange.exclude(index for indices in local.values() for index in indices)
+            self.local = {position: self._begins_of(of) for position, of in local.items()}
+        self._others = self._updated_elsewhere()
 
-    def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
+    def state_of(self, member: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
         if not before:
-            return {"momentum_buffer": zero_state(one.parameter)}
-        return before | {"momentum_buffer": moved_state(one.parameter, before["momentum_buffer"])}
+            return {"momentum_buffer": zero_state(member.parameter)}
+        momentum = moved_state(member.parameter, before["momentum_buffer"])
+        return before | {"momentum_buffer": momentum}
 
     def _local_matrices(self) -> dict[int, list[int]]:
-        """By position: the matrices of parameters whose pieces here are whole plain matrices that
-        this rank owns."""
+        """The matrices of each parameter (by position) of which this rank stores only whole plain
+        matrices, and owns them."""
         exchange = self.exchange
-        found: dict[int, list[int]] = {}
+        stored: dict[int, list[int]] = {}
         for index, parts in enumerate(exchange.stored):
             if parts:
-                found.setdefault(self._parameter(index), []).append(index)
+                stored.setdefault(self._parameter(index), []).append(index)
         return {
             position: indices
-            for position, indices in found.items()
+            for position, indices in stored.items()
             if not any(exchange.matrices[index].sizes for index in indices)
-            and all(exchange.is_local(index) for index in indices)
+            and all(map(exchange.is_local, indices))
         }
 
     def _updated_elsewhere(self) -> dict[int, list[tuple[int, int]]]:
-        """By position: elements whose momentum is stored here, and whose weights another replica
-        updates. A parameter of another library is not divided: every replica has its states."""
+        """By position: elements whose momentum this rank stores and whose weights another replica
+        updates. They occur in parameters of other libraries alone: every replica has all states of
+        these."""
+        if not self.divides:
+            return {}
         exchange = self.exchange
         mine: list[list[tuple[int, int]]] = [[] for _ in self.members]
         if self.spread is not None:
-            mine = [[one] for one in self.spread.mine]
+            mine = [[span] for span in self.spread.mine]
         else:
             for index, (replica, _) in enumerate(exchange.ownership.owners):
                 if replica == exchange.replica:
                     begin = exchange.offsets[index]
                     parts = [(begin + lo, begin + hi) for lo, hi in exchange.stored[index]]
                     mine[self._parameter(index)] += parts
-        found: dict[int, list[tuple[int, int]]] = {}
-        for position, one in enumerate(self.members) if self.divides else ():
-            if division_of(one.parameter) is None:
-                end = local_of(one.parameter).numel()
+        elsewhere: dict[int, list[tuple[int, int]]] = {}
+        for position, member in enumerate(self.members):
+            if division_of(member.parameter) is None:
+                end = local_of(member.parameter).numel()
                 bounds = [0, *(bound for part in sorted(mine[position]) for bound in part), end]
                 gaps = zip(bounds[::2], bounds[1::2], strict=True)
-                found[position] = [(lo, hi) for lo, hi in gaps if lo < hi]
-        return {position: gaps for position, gaps in found.items() if gaps}
+                elsewhere[position] = [(lo, hi) for lo, hi in gaps if lo < hi]
+        return {position: gaps for position, gaps in elsewhere.items() if gaps}
 
     def _begins_of(self, indices: Sequence[int]) -> dict[tuple[int, int], numpy.ndarray]:
         """The places where matrices begin in this rank's part of their parameter, by shape."""
-        found: dict[tuple[int, int], list[int]] = {}
+        begins: dict[tuple[int, int], list[int]] = {}
         for index in indices:
             matrix = self.exchange.matrices[index]
-            found.setdefault((matrix.rows, matrix.cols), []).append(self.exchange.offsets[index])
-        return {shape: numpy.array(begins, numpy.int64) for shape, begins in found.items()}
+            begins.setdefault((matrix.rows, matrix.cols), []).append(self.exchange.offsets[index])
+        return {shape: numpy.array(places, numpy.int64) for shape, places in begins.items()}
 
     # ------------------------------------------------------------------ a step
 
     def _begin(self, now: StepValues, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
-        """Advance the momentum of a round, and write the updates to orthogonalise to their places:
-        zeros without a gradient."""
+        """Advance the momentum of a round, and write the updates to orthogonalise to ``places``:
+        zeros where there is no gradient."""
         pairs = zip(spans, places, strict=True)
         absent = [place for span, place in pairs if not now.given[span.parameter]]
         if absent:
             torch._foreach_zero_(absent)
         for numbers in self._by_group(spans, now.given):
-            written = Written()
-            buffers = []
+            written, buffers = Written(), []
             for number in numbers:
                 parameter = self.members[spans[number].parameter].parameter
                 momentum = local_of(now.states[parameter]["momentum_buffer"])
@@ -150,24 +153,23 @@ class MuonGroup(MatrixGroup):
         torch._foreach_copy_(places, [counted(update, KIND) for update in updates])
 
     def _advance_others(self, now: StepValues) -> None:
-        """Advance momenta that are stored here, of weights that another replica updates."""
-        for position, parts in self.others.items():
-            one = self.members[position]
-            grad = gradient_of(one.parameter) if now.given[position] else None
+        for position, parts in self._others.items():
+            member = self.members[position]
+            grad = gradient_of(member.parameter)
             if grad is not None:
                 written, flat = Written(), grad.reshape(-1)
-                momentum = written.flat(local_of(now.states[one.parameter]["momentum_buffer"]))
+                momentum = written.flat(local_of(now.states[member.parameter]["momentum_buffer"]))
                 buffers = [momentum[lo:hi] for lo, hi in parts]
                 unused = [torch.empty_like(buffer) for buffer in buffers]
                 grads = [flat[lo:hi] for lo, hi in parts]
-                self._advance(now, one.group, buffers, grads, unused)
+                self._advance(now, member.group, buffers, grads, unused)
                 written.finish()
 
     def _compute(self, now: StepValues, batch: Batch) -> Tensor:
-        """[count, rows, cols], orthogonalised; scaled by the whole matrix's shape, unless it is
-        packed."""
+        """[count, rows, cols], orthogonalised; and scaled by the shape of the whole matrix, unless
+        ``packs``: see ``_scale_left``."""
         if self.packs:
-            packed = muon.packed(batch.take())  # whose memory is free from here on
+            packed = muon.packed(batch.take())  # this frees the memory of the batch
             with self._works(batch):
                 return muon.orthogonalise(packed, self.polynomial)
         rows, cols = batch.shape[-2:]
@@ -183,12 +185,11 @@ class MuonGroup(MatrixGroup):
             return result.mul_(self._scale((rows, cols)))
 
     def _works(self, batch: Batch) -> AbstractContextManager[None]:
-        """Counts the memory in which a batch is orthogonalised."""
+        """Count the memory in which a batch is orthogonalised."""
         count, rows, cols = batch.shape
         return held(muon.workspace_bytes(count, rows, cols, self.polynomial, self.fused), KIND)
 
     def _scale_left(self, span: Span) -> float:
-        """The factor that the results of a span still lack."""
         return self._scale(self.exchange.matrices[span.matrix].shapes[0]) if self.packs else 1.0
 
     def _apply_group(
@@ -203,42 +204,46 @@ class MuonGroup(MatrixGroup):
 
     def _step_local(self, now: StepValues, positions: Sequence[int]) -> None:
         """Update whole matrices that skip the exchange, shape by shape, without a workspace."""
-        # By parameter group, dtype and shape: flat gradients, momenta, weights; their matrices.
+        # By parameter group, dtype and shape: the group; flat gradients, momenta and weights; and
+        # where matrices begin in each.
         batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]], list[numpy.ndarray]]] = {}
-        here = [position for position in positions if position in self.local]
-        for position in filter(self._stored.__getitem__, here):
-            one = self.members[position]
-            weight, grad = self._weight(position).view(-1), gradient_of(one.parameter)
+        for position in positions:
+            if position not in self.local:
+                continue
+            member = self.members[position]
+            grad = gradient_of(member.parameter)
             assert grad is not None
-            given = self._mine(position, grad.contiguous()).view(-1)
-            momentum = local_of(now.states[one.parameter]["momentum_buffer"])
-            momentum = self._mine(position, momentum).view(-1)
-            for shape, begins in self._begins[position].items():
-                key = (id(one.group), given.dtype, *shape)
-                batch = batches.setdefault(key, (one.group, [[], [], []], []))
-                for flats, flat in zip(batch[1], (given, momentum, weight), strict=True):
-                    flats.append(flat)
-                batch[2].append(begins)
+            momentum = local_of(now.states[member.parameter]["momentum_buffer"])
+            locals_ = (grad.contiguous(), momentum, local_of(member.parameter))
+            flat = [self._mine(position, local) for local in locals_]
+            for shape, begins in self.local[position].items():
+                key = (id(member.group), grad.dtype, *shape)
+                group, kinds, places = batches.setdefault(key, (member.group, [[], [], []], []))
+                for kind, tensor in zip(kinds, flat, strict=True):
+                    kind.append(tensor)
+                places.append(begins)
         for (_, _, rows, cols), (group, kinds, places) in batches.items():
             state = [Matrices(kind, places, rows, cols) for kind in kinds]
             self._step_matrices(group, state, now.clip)
 
     def _step_matrices(self, group: dict[str, Any], state: Sequence[Matrices], clip: Any) -> None:
-        """Update matrices of one shape, given as gradients, momenta and weights."""
+        """Update matrices of one shape. ``state``: their gradients, momenta and weights."""
         grads, momenta, weights = state
         scale = self._scale((weights.rows, weights.columns))
-        most = self.exchange.ownership.step_bytes // (2 if self.exchange.moves else 1)
-        muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, most, clip)
+        most_bytes = self.exchange.ownership.step_bytes // (2 if self.exchange.communicates else 1)
+        muon.step_by_kernels(
+            grads, momenta, weights, group, self.polynomial, scale, most_bytes, clip
+        )
 
     def launch_ahead(self) -> None:
         counts: Counter[tuple[int, int]] = Counter()
-        for begins in self._begins.values():
+        for begins in self.local.values():
             counts.update({shape: len(places) for shape, places in begins.items()})
-        for (rows, cols), count in counts.items():  # as if they were of one parameter group
+        for (rows, cols), count in counts.items():  # as if all were of one parameter group
             flat = torch.empty(count * rows * cols, device="meta")
-            alike = Matrices([flat], [numpy.arange(count) * (rows * cols)], rows, cols)
-            self._step_matrices(self.members[0].group, [alike] * 3, flat.new_empty(2))
-        for one in self.exchange.rounds if self.packs else ():
-            for shape, matrices in one.batches:
-                batch = torch.empty(len(matrices), *shape, device="meta")
+            matrices = Matrices([flat], [numpy.arange(count) * (rows * cols)], rows, cols)
+            self._step_matrices(self.members[0].group, [matrices] * 3, flat.new_empty(2))
+        for round_ in self.exchange.rounds if self.packs else ():
+            for shape, keys in round_.batches:
+                batch = torch.empty(len(keys), *shape, device="meta")
                 muon.orthogonalise(muon.packed(batch), self.polynomial)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sw.optimizer`` for a whole model, and ``sw.Muon`` for matrices that one hands it.
+"""``sw.optimizer`` for a whole model, and ``sw.Muon`` for given matrices.
 
     opt = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=3e-4))
     opt = sw.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
 
-On plain parameters both run in place. On sharded ones, torch's DTensors included (FSDP2, tensor
-parallelism), matrices of all shapes go to their owners and back in one exchange.
+Plain parameters are updated in place. The matrices of sharded parameters, torch's DTensors included
+(FSDP2, tensor parallelism), go to their owners and back in one exchange.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings
+from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.settings import group_of
-from shardwise.optim.sharded import (
-    SETTINGS,
-    ShardedOptimizer,
-    parameter_problems,
-    raise_unless_same,
-    summary,
-)
+from shardwise.optim.sharded import SETTINGS, ShardedOptimizer
 from shardwise.tensor_steps import LEFT_ALONE
 from shardwise.words import quoted
 
@@ -49,15 +44,15 @@ def optimizer(
 
     Args:
         matrix: ``sw.muon(...)``, or an optimizer of your own (:func:`matrix_optimizer`), for
-            parameters that :func:`route` calls a matrix; None: ``elementwise`` updates all.
+            parameters that :func:`route` sends to the matrices; None: ``elementwise`` updates all.
         elementwise: ``sw.adamw(...)`` for the rest.
 
-    Collective where parameters are sharded. All problems are refused here, together.
+    Collective where parameters are sharded. All problems are raised together, here.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"sw.optimizer takes the model itself, whose modules say what is a matrix, not a "
-            f"{type(model).__name__}; sw.Muon takes parameters"
+            f"sw.optimizer takes the model, not a {type(model).__name__}: it decides by modules "
+            f"which parameters are matrices. sw.Muon takes parameters"
         )
     problems = []
     if matrix is not None and not isinstance(matrix, MuonSettings | FunctionSettings):
@@ -71,104 +66,106 @@ def optimizer(
                 setattr(parameter, OTHERS_ELSEWHERE, module.axis or True)
                 setattr(parameter, LEFT_ALONE, True)
     routed = routes_of(model)
-    found = [one for one in routed if one.parameter.requires_grad]
-    if not found:
+    trained = [entry for entry in routed if entry.parameter.requires_grad]
+    if not trained:
         problems.append("the model has no trainable parameters")
-    matrices = [one for one in found if matrix is not None and one.route.kind == "matrix"]
-    rest = [one for one in found if matrix is None or one.route.kind == "elementwise"]
-    if matrix is not None and found and not matrices:
+    matrices = [entry for entry in trained if matrix is not None and entry.route.kind == "matrix"]
+    rest = [entry for entry in trained if matrix is None or entry.route.kind == "elementwise"]
+    if matrix is not None and trained and not matrices:
         problems.append(
             "matrix=..., but the model has no matrices to orthogonalise (see sw.routing_report); "
             "pass matrix=None, or route some with sw.route"
         )
     if rest and elementwise is None:
-        names = quoted([one.name for one in rest])
+        names = quoted([entry.name for entry in rest])
         problems.append(f"{names} belong to no optimizer: pass elementwise=sw.adamw(...)")
     problems += parameter_problems(
-        [(one.name, one.parameter) for one in found],
-        [(one.name, one.parameter, one.route) for one in matrices],
+        [(entry.name, entry.parameter) for entry in trained],
+        [(entry.name, entry.parameter, entry.route) for entry in matrices],
     )
     groups = _groups(matrix, matrices, problems) + _groups(elementwise, rest, problems)
-    kinds = [(one.name, one.route.kind, one.route.settings) for one in found]
+    kinds = [(entry.name, entry.route.kind, entry.route.settings) for entry in trained]
     facts = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
-    every = (one.parameter for one in routed)
-    raise_unless_same("this optimizer cannot work", problems, facts, every)
+    parameters = (entry.parameter for entry in routed)
+    raise_unless_same("this optimizer cannot work", problems, facts, parameters)
     if matrix is not None:
-        _warn_of_routes(found)
-    made = ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
-    made.routes = [(one.name, one.parameter, one.route) for one in found]
-    made.frozen = [(one.name, one.parameter) for one in routed if not one.parameter.requires_grad]
+        _warn_of_routes(trained)
+    made = ShardedOptimizer(groups, {id(entry.parameter): entry.name for entry in trained})
+    made.routes = [(entry.name, entry.parameter, entry.route) for entry in trained]
+    made.frozen = [(e.name, e.parameter) for e in routed if not e.parameter.requires_grad]
     return made
 
 
 def _groups(settings: Any, members: Sequence[Routed], problems: list[str]) -> list[dict[str, Any]]:
-    """A parameter group for all members that have the same settings of their own."""
-    alike: dict[str, list[Routed]] = {}
-    for one in members:
-        alike.setdefault(repr(sorted(one.route.settings)), []).append(one)
+    """A parameter group for the members of each combination of settings by ``sw.route``."""
+    if not isinstance(settings, tuple(SETTINGS.values())):
+        return []
+    members_of: dict[str, list[Routed]] = {}
+    for member in members:
+        members_of.setdefault(repr(sorted(member.route.settings)), []).append(member)
     groups = []
-    for those in alike.values() if isinstance(settings, tuple(SETTINGS.values())) else ():
+    for same in members_of.values():
         try:
-            own = changed(settings, dict(those[0].route.settings))
+            changed = _changed(settings, dict(same[0].route.settings))
         except (TypeError, ValueError) as error:
-            names = quoted([one.name for one in those])
+            names = quoted([member.name for member in same])
             problems.append(f"settings of {names} by sw.route: {error}")
         else:
-            groups.append(group_of(own, [one.parameter for one in those]))
+            groups.append(group_of(changed, [member.parameter for member in same]))
     return groups
 
 
-def changed(settings: Any, own: dict[str, Any]) -> Any:
+def _changed(settings: Any, changes: dict[str, Any]) -> Any:
     """Settings of an optimizer with some changed; ``lr_scale`` multiplies the learning rate."""
-    if not own:
+    if not changes:
         return settings
-    lr = own.pop("lr", settings.lr)
-    scale = own.pop("lr_scale", 1.0)
+    lr = changes.pop("lr", settings.lr)
+    scale = changes.pop("lr_scale", 1.0)
     if not isinstance(scale, int | float) or not scale >= 0:
         raise ValueError(f"lr_scale={scale!r} must be a number, 0 or more")
-    own["lr"] = lr * scale
+    changes["lr"] = lr * scale
     if isinstance(settings, FunctionSettings):
         given = {name: getattr(settings, name) for name in ("weight_decay", "wire")}
         function = function_of({"function": settings.function})
-        return function(**{**settings.options, **given, **own})
+        return function(**{**settings.options, **given, **changes})
     known = [entry.name for entry in fields(settings) if entry.init]
-    unknown = [name for name in own if name not in known]
+    unknown = [name for name in changes if name not in known]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
-    return replace(settings, **own)
+    return replace(settings, **changes)
 
 
-def _warn_of_routes(found: Sequence[Routed]) -> None:
+def _warn_of_routes(trained: Sequence[Routed]) -> None:
     """Warn once of parameters that seem to be with the wrong optimizer, unless the user chose."""
     names: dict[str, list[str]] = {}
-    for one in found:
-        for warning in () if one.route.reason.startswith("chosen") else one.warnings:
-            names.setdefault(warning, []).append(one.name)
+    for entry in trained:
+        for warning in () if entry.route.reason.startswith("chosen") else entry.warnings:
+            names.setdefault(warning, []).append(entry.name)
     if names:
         warn_once(
             logger,
             "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
             "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
             "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
-            mesh=getattr(found[0].parameter, "device_mesh", None),
+            mesh=getattr(trained[0].parameter, "device_mesh", None),
         )
 
 
 class Muon(ShardedOptimizer):
-    """Muon on the matrices that it is given: parameters, (name, parameter) pairs, or groups.
+    """Muon for given matrices: parameters, (name, parameter) pairs, or groups.
 
-    Of spread experts under torch's own FSDP2 it sees DTensors like any other, so its
-    ``clip_grad_norm`` counts one rank's experts alone: ``sw.optimizer`` knows them by the model.
+    It cannot tell spread experts under torch's FSDP2 from other DTensors, so its ``clip_grad_norm``
+    counts the experts of one rank alone. ``sw.optimizer`` knows spread experts by the model.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, **settings: Any) -> None:
-        """``settings`` are those of :func:`shardwise.muon`; a group may have its own."""
+        """``settings``: see :func:`shardwise.muon`; a group may have other settings."""
         entries = list(params)
         if not entries:
             raise ValueError("sw.Muon got no parameters")
         known = {entry.name for entry in fields(MuonSettings)}
         groups: list[dict[str, Any]] = []
-        found: list[tuple[str, Tensor]] = []
+        named: list[tuple[str, Tensor]] = []
         problems: list[str] = []
         given = entries if isinstance(entries[0], dict) else [{"params": entries}]
         for number, group in enumerate(given):
@@ -177,47 +174,47 @@ class Muon(ShardedOptimizer):
             if unknown:
                 problems.append(f"group {number} has {unknown}, which Muon does not know")
             members = _named(group["params"], number, problems)
-            found += members
+            named += members
             parameters = [parameter for _, parameter in members]
             groups.append(group_of(MuonSettings(**{"lr": lr} | settings | own), parameters))
-        names = {id(parameter): name for name, parameter in found}
-        counts = Counter(id(parameter) for _, parameter in found)
+        names = {id(parameter): name for name, parameter in named}
+        counts = Counter(id(parameter) for _, parameter in named)
         problems += [f"{names[key]} is given twice" for key, count in counts.items() if count > 1]
         recall_routes()
-        matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in found]
-        problems += parameter_problems(found, matrices)
-        stacks = [(name, p.shape[2]) for name, p, one in matrices if p.ndim == 3 and not one.flat]
+        matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in named]
+        problems += parameter_problems(named, matrices)
+        stacks = [(name, p.shape[2]) for name, p, r in matrices if p.ndim == 3 and not r.flat]
         if thin := [name for name, columns in stacks if columns < 8]:
             warn_once(
                 logger,
                 "sw.Muon takes %s for stacks of matrices with few columns. A convolution is one "
-                "matrix [out, rest] where sw.route(model, matrix=...) names it before",
+                "matrix [out, rest] if sw.route(model, matrix=...) names it before",
                 quoted(thin),
             )
         counted = [group | {"params": len(group["params"])} for group in groups]
-        facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
-        raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in found))
+        facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in named])]
+        raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in named))
         defaults = group_of(MuonSettings(**{"lr": lr} | settings), [])
         del defaults["params"]  # torch's schedulers look for momentum among the defaults
         super().__init__(groups, names, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; settings that it leaves out are the constructor's."""
+        """Add a group of matrices; the constructor's settings fill in missing ones."""
         if param_group.get("kind", "matrix") != "matrix":
             raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
         super().add_param_group(self.defaults | param_group)
 
 
 def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of every tensor among ``entries``; the rest becomes problems."""
+    """(name, parameter) of every tensor among ``entries``; anything else is a problem."""
     entries = [entries] if isinstance(entries, Tensor) else list(entries)
-    found = []
+    named = []
     for position, entry in enumerate(entries):
         name, parameter = f"parameter {position} of group {group}", entry
         if isinstance(entry, tuple) and len(entry) == 2:
             name, parameter = entry
         if isinstance(parameter, Tensor):
-            found.append((name, parameter))
+            named.append((name, parameter))
         else:
             problems.append(f"{name} is a {type(parameter).__name__}, not a tensor")
-    return found
+    return named

@@ -9,18 +9,19 @@ has one owner, a rank of one replica:
     to owners         B 0-1: 0 to 1     C: 1 to 0          and the results go back the same way
     replicas          r0 computes A and C, r1 computes B; then each sends its rows to the others
 
-Each rank sends (N-1)/N^2 P b / R bytes each way for evenly cut matrices of P elements. Nothing is
-sent for a matrix whose owner stores all of it: with one rank, or in a layout of whole tensors.
+With N ranks and R replicas, a rank sends (N-1)/N^2 P b / R bytes each way for evenly cut matrices
+of P elements of b bytes. Nothing is sent for a matrix that its owner stores whole: with one rank,
+or in a layout of whole tensors.
 
-A parameter goes to one replica whole, so that its gradient is reduced to that replica alone. A
+A parameter goes to one replica whole, so that its gradient is reduced to that replica alone. Only a
 parameter that is a large part of a replica's work is divided between replicas, a run of matrices
-each. The matrices of a replica then go to its ranks. Both assignments are balanced by the cost of
-Newton-Schulz: the most expensive first, to the least loaded. A rank that stores the largest piece
-of a matrix owns it, as long as the load stays balanced.
+for each. Then the matrices of a replica are divided between its ranks. Both assignments balance the
+cost of Newton-Schulz: the most expensive first, to the least loaded. The rank that stores the
+largest piece of a matrix owns it, as long as the load stays balanced.
 
-Matrices are exchanged in rounds, small enough that all memory of a step stays within a budget. An
-owner takes its matrices shape by shape, so that it computes long batches, and each owner begins
-elsewhere, so that every rank stores a part of each round:
+Matrices are exchanged in rounds, so small that the memory of a step stays within a budget. An owner
+takes its matrices shape by shape, so that it computes long batches. Each owner begins with another
+shape, so that every rank stores a part of each round:
 
     round         0      1      2      3
     owner 0     | A A  | A A  | B B  | B B  |
@@ -38,15 +39,15 @@ from functools import cached_property
 
 from shardwise.optim.split import Matrix, Piece
 
-LOAD_TOLERANCE = 1.05  # the load, over the mean, up to which a rank owns what it stores
-DIVIDE_SHARE = 0.25  # of a replica's load: a parameter that costs more is divided
-NUM_COMPARED = 8  # how many equally loaded replicas are compared further
-ROUND_BYTES = 256 << 20  # of one owner's matrices in one round, at most
+LOAD_TOLERANCE = 1.05  # up to this multiple of the mean load, a rank owns what it stores
+DIVIDE_SHARE = 0.25  # a parameter that costs more than this share of a replica's load is divided
+NUM_COMPARED = 8  # how many equally loaded replicas are compared by what they store
+ROUND_BYTES = 256 << 20  # the most bytes of one owner's matrices in one round
 LEAST_STEP_BYTES = 16 << 20  # less memory is not worth more rounds
-COMPUTED = 4  # a matrix that is computed is so often in memory: in fp32, and what is worked in
-SAVES = 1.1  # more rounds must save so much memory, where no number of rounds is enough
-WIDTH = 4  # bytes of an element of a matrix that is computed
-NUM_PARTS = 8  # of a step whose weights are gathered as soon as they are updated
+COMPUTED = 4  # how many copies of a matrix its computation holds, by default: input and workspace
+SAVES = 1.1  # where no number of rounds is enough, more rounds must save this factor of memory
+WIDTH = 4  # bytes per element of a matrix to compute
+NUM_PARTS = 8  # parts of a step whose weights are gathered as soon as they are updated
 
 Load = Counter[tuple[int, int]]  # elements or bytes, by (replica, rank)
 
@@ -62,8 +63,8 @@ class Ownership:
     rounds: tuple[tuple[int, ...], ...]
 
     step_bytes: int = 0  # the memory that one step may take on a rank, beside states
-    work: tuple[int, ...] = ()  # bytes in which each matrix is computed
-    result_width: int = WIDTH  # bytes of an element of a result
+    work: tuple[int, ...] = ()  # by matrix: the bytes that its computation takes
+    result_width: int = WIDTH  # bytes per element of a result
 
     def remote_pieces(self, index: int) -> list[Piece]:
         """The pieces of a matrix that its owner does not store."""
@@ -79,21 +80,21 @@ class Ownership:
     def loads(self) -> dict[tuple[int, int], int]:
         """The cost of each owner's matrices."""
         ranks = range(self.num_shards)
-        found = {(replica, rank): 0 for replica in range(self.num_replicas) for rank in ranks}
+        loads = {(replica, rank): 0 for replica in range(self.num_replicas) for rank in ranks}
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            found[owner] += matrix.cost
-        return found
+            loads[owner] += matrix.cost
+        return loads
 
     @cached_property
     def replica_ranges(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """By parameter: the elements [lo, hi) that each replica computes; (0, 0) for none."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        ranges_of: dict[int, list[tuple[int, int]]] = {}
         for matrix, (replica, _) in zip(self.matrices, self.owners, strict=True):
-            ranges = found.setdefault(matrix.parameter, [(0, 0)] * self.num_replicas)
+            ranges = ranges_of.setdefault(matrix.parameter, [(0, 0)] * self.num_replicas)
             lo, hi = ranges[replica]
             end = matrix.start + matrix.numel
             ranges[replica] = (min(lo, matrix.start), max(hi, end)) if hi else (matrix.start, end)
-        return {parameter: tuple(ranges) for parameter, ranges in found.items()}
+        return {parameter: tuple(ranges) for parameter, ranges in ranges_of.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -113,14 +114,14 @@ def assign_owners(
 ) -> Ownership:
     """Choose an owner for every matrix, and divide the work into rounds.
 
-    ``step_bytes``: the memory that one step may take on a rank. A round has one matrix of each
-    owner at least. None: the bytes by which AdamW's two states, stored like the weights, exceed one
-    momentum that replicas divide, unless owners would wait for each other in so many rounds.
-    ``work``: the bytes in which a matrix is computed; ``result_width``: of an element that is sent
-    back.
+    ``step_bytes``: the memory that one step may take on a rank; a round has at least one matrix of
+    each owner. None: the bytes by which AdamW's two states, stored like the weights, exceed one
+    momentum that replicas divide, but not so many rounds that owners have nothing to do in some.
+    ``work``: the bytes that the computation of a matrix takes; ``result_width``: the bytes per
+    element of a result.
     """
     stored = WIDTH * sum(matrix.numel for matrix in matrices) // num_shards
-    chosen = max(LEAST_STEP_BYTES, 2 * stored - stored // num_replicas)
+    default = max(LEAST_STEP_BYTES, 2 * stored - stored // num_replicas)
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
     for replica, members in enumerate(_assign_replicas(matrices, num_replicas)):
         for index, rank in _assign_ranks(matrices, members, num_shards).items():
@@ -131,75 +132,76 @@ def assign_owners(
         num_replicas,
         tuple(owners),
         (),
-        step_bytes or chosen,
-        tuple(work(one) if work else COMPUTED * WIDTH * one.numel for one in matrices),
+        step_bytes or default,
+        tuple(work(m) if work else COMPUTED * WIDTH * m.numel for m in matrices),
         result_width,
     )
-    return replace(plan, rounds=_rounds(plan, waits=step_bytes is not None))
+    return replace(plan, rounds=_rounds(plan, idle=step_bytes is not None))
 
 
-def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
+def _rounds(plan: Ownership, *, idle: bool) -> tuple[tuple[int, ...], ...]:
     """Matrices that are exchanged together: as few rounds as the memory of a step allows.
 
-    ``waits``: whether there may be so many rounds that owners have nothing to do in some. Without,
-    where no number of rounds is enough, more are made only as long as that saves memory.
+    ``idle``: whether owners may have nothing to do in some rounds. If not, and no number of rounds
+    is enough, further rounds must save memory.
     """
     matrices = plan.matrices
-    found: list[tuple[int, ...]] = []
+    rounds: list[tuple[int, ...]] = []
     for order in sorted({matrix.order for matrix in matrices}):
         members: dict[tuple[int, int], list[int]] = {}
         for index, matrix in enumerate(matrices):
             if matrix.order == order:
                 members.setdefault(plan.owners[index], []).append(index)
-        every = [[matrices[index] for index in held] for held in members.values()]
-        count = max(-(-WIDTH * sum(one.numel for one in held) // ROUND_BYTES) for held in every)
-        busy = [sum(one.cost for one in held) // max(one.cost for one in held) for held in every]
-        limit = max(map(len, every)) if waits else min(busy)
-        if count >= limit:  # there is no choice, and the peak need not be known
-            found += _cut(plan, members, limit)
+        owned = [[matrices[index] for index in indices] for indices in members.values()]
+        count = max(-(-WIDTH * sum(m.numel for m in group) // ROUND_BYTES) for group in owned)
+        busy = [sum(m.cost for m in group) // max(m.cost for m in group) for group in owned]
+        limit = max(map(len, owned)) if idle else min(busy)
+        if count >= limit:  # there is no choice, and no need to compute the peak
+            rounds += _cut(plan, members, limit)
             continue
-        tried: list[tuple[int, list[tuple[int, ...]]]] = []
+        tried: list[tuple[int, list[tuple[int, ...]]]] = []  # (peak, rounds)
         while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
             count = count + 1 + count // 8 if tried else count
-            rounds = _cut(plan, members, min(count, limit))
-            tried.append((_peak(plan, rounds), rounds))
-        enough = plan.step_bytes if waits else max(plan.step_bytes, SAVES * min(tried)[0])
-        found += next((rounds for peak, rounds in tried if peak <= enough), tried[-1][1])
-    return tuple(found)
+            candidate = _cut(plan, members, min(count, limit))
+            tried.append((_peak(plan, candidate), candidate))
+        enough = plan.step_bytes if idle else max(plan.step_bytes, SAVES * min(tried)[0])
+        rounds += next((candidate for peak, candidate in tried if peak <= enough), tried[-1][1])
+    return tuple(rounds)
 
 
 def _cut(
     plan: Ownership, members: dict[tuple[int, int], list[int]], count: int
 ) -> list[tuple[int, ...]]:
-    """``count`` rounds, with about as much work of each owner in each, and half as much again in
-    the last, which no other follows; one matrix in each if there are no more. ``members``: by
-    owner."""
-    matrices, workers = plan.matrices, plan.num_replicas * plan.num_shards
+    """``count`` rounds in which each owner has about the same work, and half as much again in the
+    last round, which no other round follows. An owner of ``count`` matrices or fewer has one in
+    each of the first rounds. ``members``: the matrices of each owner."""
+    matrices, num_owners = plan.matrices, plan.num_replicas * plan.num_shards
     rounds: list[list[int]] = [[] for _ in range(count)]
-    for (replica, rank), held in members.items():
-        cost = sum(matrices[index].cost for index in held)
-        numel = sum(matrices[index].numel for index in held)
-        ordered = sorted(held, key=lambda i: (matrices[i].shapes, i))
-        begin = len(held) * (replica * plan.num_shards + rank) // workers
-        before = 0  # in shares of the cost and of the elements, a half each
+    for (replica, rank), indices in members.items():
+        cost = sum(matrices[index].cost for index in indices)
+        numel = sum(matrices[index].numel for index in indices)
+        ordered = sorted(indices, key=lambda index: (matrices[index].shapes, index))
+        begin = len(indices) * (replica * plan.num_shards + rank) // num_owners
+        # Work counts half by cost and half by elements. All of it is 2 * cost * numel.
+        before = 0
         for number, index in enumerate(ordered[begin:] + ordered[:begin]):
-            share = matrices[index].cost * numel + matrices[index].numel * cost
-            at = (2 * count + 1) * (2 * before + share) // (8 * cost * numel)
-            rounds[number if len(held) <= count else min(at, count - 1)].append(index)
-            before += share
-    return [tuple(sorted(one)) for one in rounds if one]
+            work = matrices[index].cost * numel + matrices[index].numel * cost
+            at = (2 * count + 1) * (2 * before + work) // (8 * cost * numel)
+            rounds[number if len(indices) <= count else min(at, count - 1)].append(index)
+            before += work
+    return [tuple(sorted(indices)) for indices in rounds if indices]
 
 
 def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
-    """The bytes that ``Exchange.run`` has in memory at the highest, on the rank that needs most.
+    """The peak memory of ``Exchange.run``, in bytes, on the rank that needs most.
 
-    While a round is computed, the next goes to its owners, the one before comes back, and the one
-    before that goes to replicas.
+    While round k is computed, round k + 1 goes to its owners, round k - 1 comes back, and round
+    k - 2 goes to replicas.
     """
     none: Load = Counter()
-    computed: list[Load] = []
-    travels: list[Load] = []  # elements that are sent, received, or kept by their owner
-    shared: list[Load] = []  # elements that replicas have, or send and receive
+    computed: list[Load] = []  # by round: the bytes that computations take
+    travels: list[Load] = []  # by round: elements that are sent, received, or kept by their owner
+    shared: list[Load] = []  # by round: elements that replicas hold, send and receive
     for members in rounds:
         owned, moved, mine, stored = Load(), Load(), Load(), Counter[int]()
         for index in members:
@@ -223,29 +225,29 @@ def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
     def at(loads: list[Load], number: int) -> Load:
         return loads[number] if 0 <= number < len(loads) else none
 
-    highest = 0
+    peak = 0
     for number in range(len(rounds) + 1):
         going, back = at(travels, number + 1), at(travels, number - 1)
         now, recent, last = at(computed, number), at(shared, number - 1), at(shared, number - 2)
         for worker in {*going, *now, *back, *recent, *last}:
-            absent = (-1, worker[1])  # a replica that computes nothing of what is stored there
+            absent = (-1, worker[1])  # the entry of replicas that compute nothing of this rank's
             returned = max(back[worker], recent.get(worker, recent[absent]))
             returned += last.get(worker, last[absent])
-            together = WIDTH * going[worker] + now[worker] + plan.result_width * returned
-            highest = max(highest, together)
-    return highest
+            peak = max(peak, WIDTH * going[worker] + now[worker] + plan.result_width * returned)
+    return peak
 
 
 def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
-    """The part of a step, from 0 on, in which each parameter is updated; by buffer and size.
+    """The part of a step, from 0 on, in which each parameter is updated; ``buffers`` and ``sizes``
+    are those of the parameters.
 
-    The parameters of a buffer are updated together, and buffers in the model's order, in which
-    forward reads them: the first buffer can be gathered while the next one's matrices are
+    The parameters of a buffer are updated together. Buffers are updated in the model's order, in
+    which forward reads them: the first buffer can be gathered while the matrices of the next are
     computed. A part is about an eighth of all elements, large enough that owners still batch.
     """
-    total_of: dict[Hashable, int] = {}
+    total_of: Counter[Hashable] = Counter()
     for buffer, size in zip(buffers, sizes, strict=True):
-        total_of[buffer] = total_of.get(buffer, 0) + size
+        total_of[buffer] += size
     total, before = sum(sizes), 0
     part_of = {}
     for buffer, size in total_of.items():
@@ -257,13 +259,13 @@ def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]
 def _assign_replicas(matrices: Sequence[Matrix], num_replicas: int) -> list[list[int]]:
     """The matrices of each replica: the most expensive parameters first, to the least loaded.
 
-    Among equally loaded replicas the choice is the one that has computed least of what the same
-    ranks store, so that the bytes between replicas are as even as the work.
+    Of equally loaded replicas, the run goes to the one that has the fewest elements of the ranks
+    that store the run, so that the bytes between replicas are as even as the work.
     """
     if num_replicas == 1:
         return [list(range(len(matrices)))]
-    found: list[list[int]] = [[] for _ in range(num_replicas)]
-    stored: list[dict[int, int]] = [{} for _ in range(num_replicas)]  # elements, by rank
+    assigned: list[list[int]] = [[] for _ in range(num_replicas)]
+    stored: list[Counter[int]] = [Counter() for _ in range(num_replicas)]  # elements, by rank
     heap = [(0, replica) for replica in range(num_replicas)]
     used_by: dict[int, set[int]] = {}  # replicas, by the first matrix of a parameter
     runs = [
@@ -279,22 +281,21 @@ def _assign_replicas(matrices: Sequence[Matrix], num_replicas: int) -> list[list
             (skipped if entry[1] in used else equal).append(entry)
         pieces = [piece for index in run for piece in matrices[index].pieces]
         overlap = {
-            replica: sum(stored[replica].get(rank, 0) for rank, _, _ in pieces)
-            for _, replica in equal
+            replica: sum(stored[replica][rank] for rank, _, _ in pieces) for _, replica in equal
         }
         load, replica = min(equal, key=lambda entry: (overlap[entry[1]], entry[1]))
         for entry in skipped + equal:
             heapq.heappush(heap, (load - minus_cost, replica) if entry[1] == replica else entry)
         used.add(replica)
-        found[replica] += run
+        assigned[replica] += run
         for rank, lo, hi in pieces:
-            stored[replica][rank] = stored[replica].get(rank, 0) + hi - lo
-    return found
+            stored[replica][rank] += hi - lo
+    return assigned
 
 
 def _runs(matrices: Sequence[Matrix], num_replicas: int) -> list[tuple[int, list[int]]]:
-    """Neighbouring matrices that one replica computes, each run with the first matrix of its
-    parameter: a whole parameter, or a part of one that costs too much for one replica."""
+    """(first matrix of the parameter, run) of neighbouring matrices that one replica computes: a
+    whole parameter, or a part of a parameter that costs too much for one replica."""
     share = sum(matrix.cost for matrix in matrices) / num_replicas
     parameters: list[list[int]] = []
     for index, matrix in enumerate(matrices):
@@ -314,21 +315,21 @@ def _runs(matrices: Sequence[Matrix], num_replicas: int) -> list[tuple[int, list
 def _assign_ranks(
     matrices: Sequence[Matrix], members: Sequence[int], num_shards: int
 ) -> dict[int, int]:
-    """The owners of one replica's matrices: the most expensive first, to the rank that stores most
-    of it where that keeps the balance, else to the least loaded."""
+    """The owners of one replica's matrices. The most expensive is assigned first, to the rank that
+    stores most of it if that keeps the balance, else to the least loaded rank."""
     limit = sum(matrices[index].cost for index in members) * LOAD_TOLERANCE / num_shards
     loads = [0] * num_shards
     heap = [(0, rank) for rank in range(num_shards)]
     owners: dict[int, int] = {}
-    holders: dict[int, int] = {}  # by id of the pieces: matrices that are cut alike share theirs
+    holders: dict[int, int] = {}  # by id of the pieces, which matrices that are cut alike share
     for index in sorted(members, key=lambda i: (not matrices[i].pinned, -matrices[i].cost, i)):
         matrix = matrices[index]
         key = id(matrix.pieces)
         if key not in holders:
-            most = max(matrix.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))
-            holders[key] = most[0]
+            largest = max(matrix.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))
+            holders[key] = largest[0]
         holder = holders[key]
-        while heap[0][0] != loads[heap[0][1]]:  # an old entry: a newer one follows
+        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank has a newer one
             heapq.heappop(heap)
         fits = loads[holder] + matrix.cost <= limit or loads[holder] == heap[0][0]
         owners[index] = rank = holder if matrix.pinned or fits else heap[0][1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz for the optimizer: the presets, their costs, and kernels or torch by device.
+"""Newton-Schulz for the optimizer: presets, their costs, and the choice of kernels or torch.
 
-The iteration itself is in kernels/newton_schulz.py. On a CPU each matrix is computed by itself in
-fp32. On a GPU a batch goes through the kernels, or through batched products where Triton is missing
-or a form was chosen. Either way a matrix's result depends on nothing but the matrix.
+kernels/newton_schulz.py contains the iteration. On a CPU each matrix is computed alone, in fp32. On
+a GPU a batch goes through the kernels, or through batched products if Triton is missing or the user
+chose a form. In both cases the result for a matrix depends on that matrix alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT = "nonic"
 
 
 def _with_margin(steps: tuple[Step, ...], margin: float) -> tuple[Step, ...]:
-    """The polynomials of s / margin: rounding may then push s a little over one."""
+    """The polynomials of s / margin, so that rounding may push s slightly above one."""
     return tuple(
         tuple(value / margin ** (2 * power + 1) for power, value in enumerate(step))
         for step in steps
@@ -36,17 +36,17 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
     (3.31842, -2.48849, 0.51005),
     (2.30065, -1.66890, 0.41881),
 )
-# `python -m benchmarks.polynomials`: the best of degrees 5, 9, 5 and 9, one after another, for
-# singular values from 0.0015 to 1 (Polar Express: of five times 5, from 0.001). In this order the
-# Gram form moves R on with steps of degree 5 alone: those of degree 9 end a run, before X is formed
-# anew, and what they would magnify of R's rounding is never seen.
+# `python -m benchmarks.polynomials`: the best polynomials of degrees 5, 9, 5 and 9, one after
+# another, for singular values from 0.0015 to 1 (Polar Express: five of degree 5, from 0.001). In
+# this order the Gram form advances R with steps of degree 5 alone. Each step of degree 9 ends a run
+# of steps: X is formed from R next, so the rounding errors of R are not magnified further.
 _NONIC: tuple[Step, ...] = (
     (8.270078, -23.547102, 17.264619),
     (7.010924, -16.183297, 13.341046, -4.295549, 0.470156),
     (3.597452, -2.693586, 0.533324),
     (3.487338, -6.576122, 6.081160, -2.423502, 0.342695),
 )
-# Where the others come from: reference/muon.md 1b and 2b, with the papers.
+# The papers of the other presets: docs, reference/muon.md, 1b and 2b.
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -89,18 +89,19 @@ PRESETS = {
 
 
 def polynomial_of(preset: str | Polynomial) -> Polynomial:
-    """The polynomial of a preset's name; a Polynomial as it is."""
+    """The polynomial of this name; a Polynomial is returned unchanged."""
     if isinstance(preset, Polynomial):
         return preset
     if preset not in PRESETS:
         raise ValueError(
-            f"preset {preset!r} is unknown: use {', '.join(PRESETS)}, or a Polynomial of your own"
+            f"preset {preset!r} is unknown: use {', '.join(PRESETS)}, or your own Polynomial"
         )
     return PRESETS[preset]
 
 
 def cost(rows: int, cols: int, polynomial: Polynomial, form: Form = "auto") -> int:
-    """Floating-point operations of one matrix in torch, which computes symmetric products whole."""
+    """Floating-point operations for one matrix in torch, which computes both halves of symmetric
+    products."""
     if form == "auto":
         return min(cost(rows, cols, polynomial, "direct"), cost(rows, cols, polynomial, "gram"))
     grams, squares, applied = flop(min(rows, cols), max(rows, cols), polynomial, form)
@@ -111,11 +112,12 @@ def cost(rows: int, cols: int, polynomial: Polynomial, form: Form = "auto") -> i
 def price(
     rows: int, cols: int, polynomial: Polynomial, form: Form = "auto", *, measured: bool = False
 ) -> int:
-    """The weight of a matrix when owners are balanced: nanoseconds of the kernels as ``measured``,
+    """The load of a matrix when owners are balanced: nanoseconds of the kernels if ``measured``,
     else operations.
 
-    It depends on the shape alone, so that all ranks agree: nothing is timed here. Operations say
-    too little of small matrices on a GPU, which runs them at a quarter of the rate of large ones.
+    The price depends on the shape alone, so that all ranks agree: nothing is timed here. Operations
+    are a poor estimate for small matrices on a GPU, which reach a quarter of the rate of large
+    ones.
     """
     if not measured:
         return cost(rows, cols, polynomial, form)
@@ -124,7 +126,7 @@ def price(
 
 
 def choose_form(rows: int, cols: int, polynomial: Polynomial) -> Literal["direct", "gram"]:
-    """The form with fewer operations; by the shape alone, so that all ranks choose alike."""
+    """The form with fewer operations. The shape alone decides, so that all ranks agree."""
     direct, gram = (cost(rows, cols, polynomial, form) for form in ("direct", "gram"))  # type: ignore[arg-type]
     return "gram" if gram < direct else "direct"
 
@@ -132,10 +134,10 @@ def choose_form(rows: int, cols: int, polynomial: Polynomial) -> Literal["direct
 def newton_schulz(
     batch: Tensor, polynomial: Polynomial, *, form: Form = "auto", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Orthogonalise every matrix of ``batch`` [count, rows, cols]; fp32 out, exact 0 for exact 0.
+    """Orthogonalise every matrix of ``batch`` [count, rows, cols]; fp32, exactly 0 for 0.
 
-    ``dtype`` is that of products; by default fp32 on a CPU, and on a GPU fp16 in the Gram form
-    (bf16 has too few bits for it) and bf16 in the direct form.
+    ``dtype``: the dtype of products. None: fp32 on a CPU; on a GPU fp16 in the Gram form (bf16 has
+    too few bits for it) and bf16 in the direct form.
     """
     assert batch.ndim == 3, batch.shape
     count, rows, cols = batch.shape

@@ -2,14 +2,15 @@
 """Replicas that divide the matrices of an optimizer between them, by one of two rules.
 
     by matrix   each replica computes whole matrices: it receives their gradients from all others
-                and sends them the updates. A rank sends what an all-reduce would send, as long as
-                there are matrices enough to be shared out evenly.
-    evenly      replicas are shards, for the time of a step. Gradients are reduce-scattered between
-                them, rows go to the owners of matrices and back over all ranks at once, and each
-                replica's part of the new weights is all-gathered. A rank sends what an all-reduce
-                would send and twice its share of the matrices, however many replicas there are.
+                and sends them the updates. A rank sends as much as an all-reduce would, as long as
+                there are enough matrices to divide them evenly.
+    evenly      replicas act as shards for the time of a step. Gradients are reduce-scattered
+                between them, rows go to the owners of matrices and back over all ranks at once, and
+                each replica's part of the new weights is all-gathered. A rank sends as much as an
+                all-reduce would, and twice its share of the matrices, however many replicas there
+                are.
 
-Which rule costs less between replicas follows from the sizes of matrices alone.
+The sizes of matrices alone decide which rule costs less between replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardwise.tensor import ShardedTensor
 
 def evenly_is_cheaper(plan: Ownership) -> bool:
     """Whether even parts cost less than whole matrices, in bytes that the busiest rank receives
-    from other replicas: gradients and weights in fp32, results in their own width."""
+    from other replicas: gradients and weights in fp32, results in ``plan.result_width``."""
     replicas, width = plan.num_replicas, plan.result_width
     stored: Counter[int] = Counter()  # by shard
     parts: Counter[tuple[int, int]] = Counter()  # by replica and shard
@@ -57,13 +58,13 @@ def evenly_is_cheaper(plan: Ownership) -> bool:
 class Spread:
     """Parameters of one Sharding, divided evenly between their replicas."""
 
-    sharding: Sharding  # as if replicas were shards
+    sharding: Sharding  # in which the replicas are shards
     replicas: comm.Axis
     places: list[int]  # by rank of ``replicas``: its number in a division
     divisions: list[Evenly]  # by parameter
-    pieces: list[tuple[Piece, ...]]  # by parameter: the ranks of ``sharding`` that update it
-    mine: list[Span]  # by parameter: of the elements that are stored here, those updated here
-    bundles: list[tuple[list[int], int]]  # of each buffer: its parameters, elements of a replica
+    pieces: list[tuple[Piece, ...]]  # by parameter: the elements that each rank updates
+    mine: list[Span]  # by parameter: the part of this rank's elements that this rank updates
+    buffers: list[tuple[list[int], int]]  # by buffer: its parameters, the elements of a replica
 
     def take(self, position: int, flat: Tensor) -> Tensor:
         """The part of a flat tensor that this rank updates."""
@@ -72,82 +73,86 @@ class Spread:
 
     def gather(self, positions: Iterable[int], weights: Sequence[Tensor]) -> None:
         """Bring every replica's part of the new weights to all replicas, a buffer at a time
-        (collective). ``weights``: of all parameters, what is stored here."""
+        (collective). ``weights``: what this rank stores of all parameters."""
         wanted = set(positions)
-        for bundle, chunk in self.bundles:
-            flat = [weights[position].view(-1) for position in bundle]
-            if not any(map(len, flat)) or wanted.isdisjoint(bundle):
+        for members, chunk in self.buffers:
+            flat = [weights[position].view(-1) for position in members]
+            if not any(map(len, flat)) or wanted.isdisjoint(members):
                 continue
-            updated = [self.take(p, one) for p, one in zip(bundle, flat, strict=True)]
+            updated = list(map(self.take, members, flat))
             part = torch.cat([*updated, flat[0].new_zeros(chunk - sum(map(len, updated)))])
             whole = counted(part.new_empty(self.replicas.size * chunk), "receive")
             comm.all_gather(whole, part, self.replicas).wait()
-            if self.places != sorted(self.places):  # several axes, which divisions count otherwise
+            if self.places != sorted(self.places):  # several axes: divisions have another order
                 order = sorted(range(len(self.places)), key=self.places.__getitem__)
                 whole = whole.view(-1, chunk)[order].view(-1)
-            lengths = [len(one) for one in flat]
+            lengths = list(map(len, flat))
             torch._foreach_copy_(flat, list(whole[: sum(lengths)].split(lengths)))
 
 
 def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
-    """Divide parameters evenly between the replicas of their sharding (it has some)."""
+    """Divide parameters evenly between the replicas of their sharding, which has several."""
     shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
     assert replicas is not None
     shard_places = sharding.places(sharding.sharded)
     places = sharding.places(sharding.replicated)
-    pieces = [pieces_of(parameter) for parameter in parameters]
+    stored = [pieces_of(parameter) for parameter in parameters]
     shard, replica = shards.rank if shards is not None else 0, places[replicas.rank]
     joint = _joint_ranks(sharding, places)
-    buffers: dict[Any, list[int]] = {}
+    members_of: dict[Any, list[int]] = {}  # by buffer
     for position, parameter in enumerate(parameters):
-        buffers.setdefault((id(version_of(parameter)), parameter.dtype), []).append(position)
+        members_of.setdefault((id(version_of(parameter)), parameter.dtype), []).append(position)
     divisions: dict[int, Evenly] = {}
-    bundles = []
-    for members in buffers.values():
+    buffers = []
+    for members in members_of.values():
         members.sort(key=lambda position: _start(parameters[position]))
         placed = [
-            [(shard_places[rank], low, high) for rank, low, high in pieces[position]]
+            [(shard_places[rank], low, high) for rank, low, high in stored[position]]
             for position in members
         ]
-        found = divide_evenly(placed, len(shard_places), len(places))
-        divisions |= zip(members, found, strict=True)
-        bundles.append((members, found[0].chunks[shard_places[shard]]))
+        divided = divide_evenly(placed, len(shard_places), len(places))
+        divisions |= zip(members, divided, strict=True)
+        buffers.append((members, divided[0].chunks[shard_places[shard]]))
+    # Parameters that are alike share the stored pieces, and so the pieces to update. The dictionary
+    # keeps the stored pieces alive, whose id is part of the key.
     known: dict[Any, tuple[Sequence[Piece], tuple[Piece, ...]]] = {}
-    every, mine = [], []
-    for position, held in enumerate(pieces):
-        division, key = divisions[position], (id(held), divisions[position])
-        if key not in known:  # layers that are alike share their pieces
-            parts = (
+    pieces, mine = [], []
+    for position, stored_pieces in enumerate(stored):
+        division, key = divisions[position], (id(stored_pieces), divisions[position])
+        if key not in known:
+            updated = (
                 (joint[rank, number], *span)
-                for rank, low, high in held
+                for rank, low, high in stored_pieces
                 for number, span in division.parts(shard_places[rank], low, high)
             )
-            known[key] = held, tuple(parts)
-        every.append(known[key][1])
-        low, high = next(((low, high) for rank, low, high in held if rank == shard), (0, 0))
+            known[key] = stored_pieces, tuple(updated)
+        pieces.append(known[key][1])
+        here = ((low, high) for rank, low, high in stored_pieces if rank == shard)
+        low, high = next(here, (0, 0))
         begin, end = division.part(replica, shard_places[shard], low, high)
         mine.append((begin - low, end - low) if begin < end else (0, 0))
     flags = zip(sharding.sharded, sharding.replicated, strict=True)
     return Spread(
-        sharding=replace(sharding, sharded=tuple(one or other for one, other in flags)),
+        sharding=replace(sharding, sharded=tuple(cuts or copies for cuts, copies in flags)),
         replicas=replicas,
         places=places,
         divisions=[divisions[position] for position in range(len(parameters))],
-        pieces=every,
+        pieces=pieces,
         mine=mine,
-        bundles=bundles,
+        buffers=buffers,
     )
 
 
 def _start(parameter: Tensor) -> int:
-    """The offset of a parameter in its buffer; other libraries' parameters have none."""
-    cut = parameter.cut if isinstance(parameter, ShardedTensor) else None
-    return 0 if cut is None else cut.layout.starts[cut.index]
+    """The offset of a parameter in its buffer; 0 for parameters of other libraries."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.layout.starts[parameter.cut.index]
+    return 0
 
 
 def _joint_ranks(sharding: Sharding, places: Sequence[int]) -> dict[tuple[int, int], int]:
-    """The rank on the joint axis of shards and replicas, by rank of the shards and number of the
-    replica."""
+    """The rank on the joint axis of shards and replicas, by (rank of the shards, number of the
+    replica)."""
     flags = list(zip(sharding.sizes, sharding.sharded, sharding.replicated, strict=True))
     axes = [(size, sharded) for size, sharded, replicated in flags if sharded or replicated]
     ranks = ranks_by([size for size, _ in axes], [sharded for _, sharded in axes])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing report: every parameter, where it goes, and what looks wrong about it.
+"""The routing report: every parameter, its optimizer, and warnings.
 
     parameter                optimizer  as orthogonalised   scale  grain  why
     blocks.0.wq.weight       muon       64x64               1      row    matrix
     blocks.0.w13.weight      muon       2 of 128x64         1.41   row    chosen by ...
     embedding.weight         adamw      -                   -      row    embedding
 
-Most reported bugs of Muon are that it did not run: a parameter went to AdamW in silence, or a fused
-weight was not split. This report is where to look first.
+Most reported bugs of Muon are that it did not run: a parameter went to AdamW silently, or a fused
+weight was not split. Look at this report first.
 """
 
 from __future__ import annotations
@@ -67,23 +67,25 @@ def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> Rout
     """
     settings = matrix or muon()
     rows = []
-    for one in routes_of(model):
-        shape = tuple(one.parameter.shape)
+    for entry in routes_of(model):
+        parameter, route = entry.parameter, entry.route
+        shape = tuple(parameter.shape)
         shapes: tuple[tuple[int, int], ...] = ()
-        frozen = not one.parameter.requires_grad
-        if one.route.kind == "matrix" and not frozen:
-            matrices = matrices_of(one.route.shape_of(shape), one.route.split)
-            shapes = tuple(each for matrix in matrices for each in matrix.shapes)
+        optimizer = "adamw" if parameter.requires_grad else "frozen"
+        if route.kind == "matrix" and parameter.requires_grad:
+            optimizer = "muon"
+            matrices = matrices_of(route.shape_of(shape), route.split)
+            shapes = tuple(matrix_shape for matrix in matrices for matrix_shape in matrix.shapes)
         rows.append(
             Row(
-                name=one.name,
+                name=entry.name,
                 shape=shape,
-                optimizer="frozen" if frozen else "muon" if shapes else "adamw",
+                optimizer=optimizer,
                 matrices=shapes,
-                scales=tuple(scale_of(settings.scale, *each) for each in shapes),
-                grain=_grain(one.parameter),
-                why=one.route.reason,
-                warnings=() if frozen else one.warnings,
+                scales=tuple(scale_of(settings.scale, *matrix_shape) for matrix_shape in shapes),
+                grain=_grain(parameter),
+                why=route.reason,
+                warnings=entry.warnings if parameter.requires_grad else (),
             )
         )
     return RoutingReport(tuple(rows))
@@ -96,10 +98,9 @@ def _grain(parameter: Tensor) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    shapes = Counter(row.matrices)
-    seen = ", ".join(
+    shapes = ", ".join(
         f"{rows}x{cols}" if count == 1 else f"{count} of {rows}x{cols}"
-        for (rows, cols), count in shapes.items()
+        for (rows, cols), count in Counter(row.matrices).items()
     )
     scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.scales))
-    return row.name, row.optimizer, seen or "-", scales or "-", row.grain, row.why
+    return row.name, row.optimizer, shapes or "-", scales or "-", row.grain, row.why

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch.optim.Optimizer behind ``sw.optimizer`` and ``sw.Muon``.
 
-    kind "matrix"        Muon: lr, momentum, ...                state: momentum_buffer
-    kind "function"      your own: lr, its options              state: its own, on the owners
-    kind "elementwise"   AdamW: lr, betas, ...                  state: step, exp_avg, exp_avg_sq
+    kind "matrix"        Muon: lr, momentum, ...                 state: momentum_buffer
+    kind "function"      a matrix optimizer: lr, its options     state: defined by the function
+    kind "elementwise"   AdamW: lr, betas, ...                   state: step, exp_avg, exp_avg_sq
 
-States exist from the start, on every rank and stored like the parameter's gradient, so a checkpoint
-has the same keys everywhere and reshards states like weights. Schedulers, hooks, closures and state
-dicts are torch's.
+States exist from the start, on every rank, and are stored like the parameter's gradient. So a
+checkpoint has the same keys on every rank, and reshards states like weights. Schedulers, hooks,
+closures and state dicts work as for any torch optimizer.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.agreement import raise_together
 from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise
@@ -43,36 +41,29 @@ from shardwise.optim.matrix_group import (
     planned_settings,
 )
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded, route_problems
+from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
+from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
 from shardwise.optim.settings import GroupSettings, group_of
-from shardwise.optim.storage import (
-    axes_of,
-    cut_along_rows,
-    local_of,
-    mark_written,
-    sharding_of,
-    storage_problem,
-    version_of,
-)
+from shardwise.optim.storage import local_of, mark_written, version_of
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 
 SETTINGS: dict[str, Any] = {
-    one.kind: one for one in (MuonSettings, FunctionSettings, AdamWSettings)
+    settings.kind: settings for settings in (MuonSettings, FunctionSettings, AdamWSettings)
 }
-# Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
-# __torch_function__, which some torch versions give our DTensors.
+# A step reads .grad of hundreds of parameters and computes on plain pieces alone. It avoids
+# __torch_function__, which our DTensors have in some versions of torch.
 _plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Parameter groups of two kinds, stepped together; see :func:`shardwise.optimizer`."""
+    """Parameter groups of several kinds, stepped together; see :func:`shardwise.optimizer`."""
 
-    marks_writes = True  # buffer by buffer, as soon as each is done: its gather may begin then
+    marks_writes = True  # of each buffer when it is done, so that its gather may begin
     compares_gradients = True  # between ranks, before each step
-    places_states = True  # those of matrices lie on owners, or are divided between replicas
+    places_states = True  # on the owners of matrices, or divided between replicas
 
     def __init__(
         self,
@@ -80,35 +71,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names: dict[int, str],
         defaults: dict[str, Any] | None = None,
     ) -> None:
-        """``names`` are by id of the parameter. Collective where parameters are sharded."""
+        """``names``: by id of the parameter. Collective where parameters are sharded."""
         self._names = names
         self._settings = GroupSettings(SETTINGS)
-        self.half_step: str | None = None  # the problem, once a step has raised half way
+        self.half_step: str | None = None  # the error, after a step that raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
-        self._clip: Clip | None = None  # of the next step
-        self.clipped = ""  # how, in words: ranks must clip alike
-        self.frozen: list[tuple[str, Tensor]] = []  # by name: the model's that have no group
-        self.routes: list[tuple[str, Tensor, Route]] = []  # that the groups were made by
-        # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
+        self._clip: Clip | None = None  # for the next step
+        self.clipped = ""  # the arguments of this clip, which ranks compare
+        self.frozen: list[tuple[str, Tensor]] = []  # parameters of the model without a group
+        self.routes: list[tuple[str, Tensor, Route]] = []  # by which the groups were made
+        # (name, norm of this rank's piece of the gradient, on the device) of the last clip.
         self.last_norms: list[tuple[str, Tensor]] = []
-        if defaults is None and all(group["kind"] == "elementwise" for group in groups):
-            defaults = {"betas": groups[0]["betas"]} if groups else {}  # schedulers look for them
+        if defaults is None and groups and all(g["kind"] == "elementwise" for g in groups):
+            defaults = {"betas": groups[0]["betas"]}  # which schedulers look for
         super().__init__(groups, defaults or {})
         self._plan()
 
     # ------------------------------------------------------------------ construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of ``kind`` "matrix", "function" or "elementwise". Settings that it leaves
-        out are those of the first group of that kind. Collective where parameters are sharded."""
+        """Add a group of ``kind`` "matrix", "function" or "elementwise". The first group of that
+        kind gives missing settings. Collective where parameters are sharded."""
         kind = param_group.get("kind")
         if kind not in SETTINGS:
             raise ValueError(f"kind={kind!r}: a parameter group is one of {', '.join(SETTINGS)}")
-        known = next((group for group in self.param_groups if group["kind"] == kind), {})
-        filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
+        first = next((group for group in self.param_groups if group["kind"] == kind), {})
+        filled = {key: value for key, value in first.items() if key not in ("params", "initial_lr")}
         group = filled | param_group
         if self._matrix_groups is not None:  # the constructor's groups were checked together
-            group = self._checked(group, known)
+            group = self._checked(group, first)
         super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"] if kind == "elementwise" else ():
@@ -118,64 +109,67 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._matrix_groups is not None:
             self._plan()
 
-    def _checked(self, group: dict[str, Any], alike: Iterable[str]) -> dict[str, Any]:
-        """A group to add, with all its settings; raises before the optimizer is changed.
-        ``alike``: names that other groups of its kind have, those of schedulers too."""
+    def _checked(self, group: dict[str, Any], first: Iterable[str]) -> dict[str, Any]:
+        """A group to add, with all its settings; raises before the optimizer changes.
+        ``first``: the keys of the first group of its kind, to which schedulers may have added."""
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         kind, problems = group["kind"], []
-        own = self._settings.own(group)
+        settings = self._settings.own(group)
         try:
-            group = group_of(SETTINGS[kind](**own), params) | group
+            group = group_of(SETTINGS[kind](**settings), params) | group
         except ValueError as error:
             problems.append(str(error))
         options = function_of(group).options if kind == "function" else {}
-        known = {"params", "kind", "name", "initial_lr", *own, *options, *alike}
+        known = {"params", "kind", "name", "initial_lr", *settings, *options, *first}
         if unknown := [key for key in group if key not in known]:
             problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
         recall_routes()
-        found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
-        whole = kind != "elementwise"
-        matrices = [(name, p, as_matrix(p, "added")) for name, p in found if whole]
-        problems += parameter_problems(found, matrices)
-        facts = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
-        raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in found))
+        named = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
+        matrices = []
+        if kind != "elementwise":
+            matrices = [(name, p, as_matrix(p, "added")) for name, p in named]
+        problems += parameter_problems(named, matrices)
+        facts = [f"{settings}", summary([(kind, tuple(p.shape)) for _, p in named])]
+        raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in named))
         return group | {"params": params}
 
     def _plan(self) -> None:
-        """Assign owners, and store momenta accordingly (collective where parameters are
-        sharded)."""
+        """Assign owners, and store states accordingly (collective where parameters are sharded)."""
         self._warn_of_narrow_weights()
         members = [
             MatrixParameter(self._name(parameter), parameter, as_matrix(parameter, ""), group)
-            for group in self.param_groups
-            if group["kind"] != "elementwise"
+            for group in self._groups_of_matrices()
             for parameter in group["params"]
         ]
         self._matrix_groups = matrix_groups(members, group_class)
-        self._planned = self._planned_settings()
+        self._planned = list(map(planned_settings, self._groups_of_matrices()))
         self._make_states()
-        every = [p for group in self.param_groups for p in group["params"]]
-        self._divisions = [(p, division_of(p)) for p in every]
-        self._gradients = OptimizerGradients(every, self._name)
+        parameters = self._parameters()
+        self._divisions = [(parameter, division_of(parameter)) for parameter in parameters]
+        self._gradients = OptimizerGradients(parameters, self._name)
 
-    def _planned_settings(self) -> list[tuple[Any, ...]]:
-        return [planned_settings(one) for one in self.param_groups if one["kind"] != "elementwise"]
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _groups_of_matrices(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["kind"] != "elementwise"]
 
     def _make_states(self) -> None:
-        """The states of every parameter where they belong; new ones where it has none, also since
-        somebody dropped them (``optimizer.state.clear()``)."""
+        """Store the states of every parameter where they belong, and make missing ones, also after
+        ``optimizer.state.clear()``."""
         for group in self.param_groups:
             for parameter in group["params"] if group["kind"] == "elementwise" else ():
                 state = self.state[parameter] or elementwise.new_state(parameter, group["fused"])
                 self.state[parameter] = {k: moved_state(parameter, v) for k, v in state.items()}
         for matrices in self._matrix_groups or ():
-            for one in matrices.members:
-                self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
+            for member in matrices.members:
+                before = self.state[member.parameter]
+                self.state[member.parameter] = matrices.state_of(member, before)
 
     def _warn_of_narrow_weights(self) -> None:
-        every = [p for group in self.param_groups for p in group["params"]]
-        names = [self._name(p) for p in every if p.itemsize < 4 and not p.is_meta]
+        parameters = self._parameters()
+        names = [self._name(p) for p in parameters if p.itemsize < 4 and not p.is_meta]
         if names:
             warn_once(
                 logger,
@@ -185,57 +179,70 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "model.float() under torch.autocast",
                 len(names),
                 quoted(names),
-                mesh=getattr(every[0], "device_mesh", None),
+                mesh=getattr(parameters[0], "device_mesh", None),
             )
 
-    def _check_divisions(self) -> None:
-        """Gradients are reduced for the last optimizer that was built, and its matrices are owned
-        by ranks since then."""
+    def _check_plan(self) -> None:
+        """Raise where the plan of this optimizer no longer fits its parameters; warn of changes of
+        the model that it ignores; plan again where settings have changed (collective)."""
         lost = [self._name(p) for p, before in self._divisions if division_of(p) != before]
         if lost:
             raise RuntimeError(
                 f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
-                f"reduced to where that one needs them: step that one, or build this one anew. (Or "
-                f"a module was moved alone after backward: call .to() on the whole model.)"
+                f"reduced to the ranks that the other needs: step the other, or build this one "
+                f"again. (Or a module was moved alone after backward: call .to() on the whole "
+                f"model.)"
             )
-        if thawed := [(name, p) for name, p in self.frozen if p.requires_grad]:
-            held = {id(p) for group in self.param_groups for p in group["params"]}
-            if names := [name for name, p in thawed if id(p) not in held]:
-                warn_once(
-                    logger,
-                    "%s were frozen when this optimizer was built: it leaves them alone, though "
-                    "they are trainable now. Use add_param_group, or build it anew",
-                    quoted(names),
-                )
-        routes = [(name, made, recorded(p) or made) for name, p, made in self.routes]
-        matrices = ("kind", "split", "flat") if self._matrix_groups else ()
-        steps = attrgetter("settings", *matrices)  # whatever the reason
-        if names := [name for name, made, r in routes if r is not made and steps(r) != steps(made)]:
-            warn_once(
-                logger,
-                "sw.route chose otherwise for %s after this optimizer was built, which keeps the "
-                "routes that it was built with: build it anew",
-                quoted(names),
-            )
-        members = (one for matrices in self._matrix_groups or () for one in matrices.members)
-        planned = {id(one.parameter): id(one.group) for one in members}
-        groups = [group for group in self.param_groups if group["kind"] != "elementwise"]
-        found = {id(p): id(group) for group in groups for p in group["params"]}
-        every = {id(p) for group in self.param_groups for p in group["params"]}
-        if found != planned or not every <= set(map(id, self._gradients.parameters)):
+        self._warn_of_ignored_changes()
+        members = (member for matrices in self._matrix_groups or () for member in matrices.members)
+        planned = {id(member.parameter): id(member.group) for member in members}
+        group_of_matrix = {id(p): id(g) for g in self._groups_of_matrices() for p in g["params"]}
+        checked = set(map(id, self._gradients.parameters))
+        if group_of_matrix != planned or not checked.issuperset(map(id, self._parameters())):
             raise RuntimeError(
                 "parameters were added to param_groups, taken out or moved by hand, and this "
                 "optimizer would step those that it was built for: use add_param_group and "
-                "requires_grad_(False), change the settings of a group, or build it anew"
+                "requires_grad_(False), change the settings of a group, or build it again"
             )
-        if self._planned_settings() != self._planned:  # somebody changed them, or a load did
+        # Settings change by hand, or by a load.
+        if list(map(planned_settings, self._groups_of_matrices())) != self._planned:
             self._plan()
+
+    def _warn_of_ignored_changes(self) -> None:
+        """Warn of parameters that became trainable, and of routes that changed, after this
+        optimizer was built."""
+        if thawed := [(name, p) for name, p in self.frozen if p.requires_grad]:
+            added = set(map(id, self._parameters()))
+            if names := [name for name, p in thawed if id(p) not in added]:
+                warn_once(
+                    logger,
+                    "%s were frozen when this optimizer was built: it leaves them alone, though "
+                    "they are trainable now. Use add_param_group, or build it again",
+                    quoted(names),
+                )
+        # The reason of a route may change: it decides nothing.
+        decisive = attrgetter(
+            "settings", *(("kind", "split", "flat") if self._matrix_groups else ())
+        )
+        routes = [(name, route, recorded(p) or route) for name, p, route in self.routes]
+        names = [
+            name
+            for name, route, current in routes
+            if current is not route and decisive(current) != decisive(route)
+        ]
+        if names:
+            warn_once(
+                logger,
+                "sw.route chose otherwise for %s after this optimizer was built, which keeps the "
+                "routes that it was built with: build it again",
+                quoted(names),
+            )
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
 
     def compile_ahead(self) -> None:
-        """Begin to compile the kernels that orthogonalise, on GPUs that have such; the first step
+        """Begin to compile the kernels that orthogonalise, on GPUs that have them; the first step
         waits for them."""
         for group in self._matrix_groups or ():
             if group.fused:
@@ -248,10 +255,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; the others keep values and states.
 
-        Compute weights are refreshed once, by the next gather.
-
-        Elementwise groups come first, then matrices part by part. Weights that are updated may be
-        gathered (``overlap_gather="step"``) while later matrices are orthogonalised.
+        The next gather refreshes compute weights. Elementwise groups are updated first, then
+        matrices, part by part. Updated weights may be gathered (``overlap_gather="step"``) while
+        later matrices are orthogonalised.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -259,19 +265,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(self.half_step)
         problem = self._settings.problem(self.param_groups)
         if problem is None:
-            self._check_divisions()
+            self._check_plan()
         if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
             self._make_states()
         with _plain_attributes():
             self._gradients.check(problem)
-            clip, moves = self._take_clip()
+            clip, changes = self._take_clip()
             if clip is None:
                 self._gradients.widen()
-        if not moves:
+        if not changes:
             return loss
-        # (the parameters that a part may write, the iterator that runs it), in order; parts of
-        # matrix groups side by side
-        parts: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
+        parts = self._parts(clip)
+        # A buffer is complete after the last part that writes to it.
+        last = {
+            id(version_of(parameter)): number
+            for number, (parameters, _) in enumerate(parts)
+            for parameter in parameters
+        }
+        stepped: list[Tensor] = []
+        try:
+            for number, (_, steps) in enumerate(parts):
+                with _plain_attributes(), torch._C._DisableAutocast():
+                    stepped += next(steps)
+                mark_written([p for p in stepped if last[id(version_of(p))] == number])
+        except BaseException as error:
+            self.half_step = (
+                f"a step of the optimizer raised half way ({type(error).__name__}: {error}), so "
+                f"some weights and states are updated and others are not. Load both: sw.load, or "
+                f"load_state_dict of the model and of the optimizer"
+            )
+            # Any weight may have been written, so every gathered weight is stale.
+            for version in map(version_of, self._parameters()):
+                if version is not None:
+                    version.count += 1
+            raise
+        return loss
+
+    def _parts(self, clip: Tensor | None) -> list[tuple[list[Tensor], Iterator[list[Tensor]]]]:
+        """The parts of a step, in order: the parameters that a part may write, and the iterator
+        that runs it. Parts of several matrix groups alternate."""
+        parts = [
             (group["params"], _once(elementwise.step, group, self.state, clip))
             for group in self.param_groups
             if group["kind"] == "elementwise"
@@ -280,33 +313,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for number in range(max((len(group.parts) for group, _ in running), default=0)):
             for group, steps in running:
                 if number < len(group.parts):
-                    written = [group.members[at].parameter for at in group.parts[number]]
-                    parts.append((written, steps))
-        # A buffer is complete after the last part that writes to it.
-        last = {
-            id(version): number
-            for number, (members, _) in enumerate(parts)
-            for parameter in members
-            if (version := version_of(parameter)) is not None
-        }
-        stepped: list[Tensor] = []
-        try:
-            for number, (_, steps) in enumerate(parts):
-                with _plain_attributes(), torch._C._DisableAutocast():
-                    stepped += next(steps)
-                mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
-        except BaseException as error:
-            self.half_step = (
-                f"a step of the optimizer raised half way ({type(error).__name__}: {error}), so "
-                f"some weights and states are updated and others are not. Load both: sw.load, or "
-                f"load_state_dict of the model and of the optimizer"
-            )
-            for members, _ in parts:  # whatever was written, no gathered weight is trusted
-                for version in map(version_of, members):
-                    if version is not None:
-                        version.count += 1
-            raise
-        return loss
+                    members = [group.members[position] for position in group.parts[number]]
+                    parts.append(([member.parameter for member in members], steps))
+        return parts
 
     @uncompiled
     @torch.no_grad()
@@ -322,13 +331,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         returns the norm before clipping, the same on every rank.
 
         Args:
-            in_step: the next step clips, while it reads the gradients, and ``.grad`` stays as it
-                is. A norm that is not finite then makes that step change nothing. On GPUs neither
-                costs a pass over the gradients nor a wait of the host.
+            in_step: the next step clips while it reads the gradients, and ``.grad`` stays
+                unchanged. If the norm is not finite, that step changes nothing. On GPUs this costs
+                neither a pass over the gradients nor a wait of the host.
         """
         with _plain_attributes():
             clip = measure_clip(self._gradients, max_norm, norm_type, error_if_nonfinite)
-            self._clip = clip if in_step else None  # the last one counts
+            self._clip = clip if in_step else None  # a later call replaces an earlier one
             if not in_step:
                 clip.scale(self._gradients)
         self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
@@ -341,9 +350,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def _take_clip(self) -> tuple[Tensor | None, bool]:
-        """The clip for kernels, and whether this step moves anything as far as the host knows.
+        """The clip for kernels, and False if the host knows that this step changes nothing.
 
-        Where a part of the step has no kernel that clips, the host waits for the norm.
+        If a part of the step has no kernel that clips, the host waits for the norm and clips.
         """
         clip, self._clip, self.clipped = self._clip, None, ""
         if clip is None:
@@ -361,139 +370,85 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__} is neither copied nor pickled: owners and names belong to its "
-            f"parameters. Build one for the copied model, and load the state_dict() of this one"
+            f"{type(self).__name__} can be neither copied nor pickled: owners and names belong to "
+            f"its parameters. Build one for the copied model, and load the state_dict() of this one"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's, with the names of the parameters; of matrix optimizers the names."""
-        made: dict[str, Any] = super().state_dict()
-        for group, mine in zip(made["param_groups"], self.param_groups, strict=True):
-            group |= {"function": str(group["function"])} if "function" in group else {}
-            group["param_names"] = [self._name(parameter) for parameter in mine["params"]]
-        return made
+        """Like torch's, with the names of parameters and of matrix optimizers."""
+        state_dict: dict[str, Any] = super().state_dict()
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            if "function" in saved:
+                saved["function"] = str(saved["function"])
+            saved["param_names"] = [self._name(parameter) for parameter in group["params"]]
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like torch's; momentum that was saved in the other form is converted. Parameters
-        that have the saved ones' names, in another order, get the states of their names."""
-        mine = self.param_groups
-        kinds = [group.get("function", group["kind"]) for group in mine]
-        theirs = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
-        if kinds != theirs:
+        """Load like torch's. Momentum that was saved in the other form is converted. Saved states
+        go to the parameters of the same names, also if these are in another order."""
+        groups = self.param_groups
+        kinds = [group.get("function", group["kind"]) for group in groups]
+        others = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
+        if kinds != others:
             raise ValueError(
-                f"the state dict holds groups of kinds {theirs}, this optimizer {kinds}: build it "
+                f"the state dict holds groups of kinds {others}, this optimizer {kinds}: build it "
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
-        groups = self._by_name(state_dict)
-        super().load_state_dict(state_dict | {"param_groups": groups})
-        # The groups stay the same objects, which matrices know: ownership is not planned again.
-        loaded, self.param_groups = self.param_groups, mine
-        for group, new, saved in zip(mine, loaded, groups, strict=True):
-            own = {key: group[key] for key in ("function", *MACHINE_SETTINGS) if key in group}
+        saved_groups = self._by_name(state_dict)
+        super().load_state_dict(state_dict | {"param_groups": saved_groups})
+        # The groups stay the same objects, which matrix groups refer to, so nothing is planned.
+        loaded_groups, self.param_groups = self.param_groups, groups
+        for group, loaded, saved in zip(groups, loaded_groups, saved_groups, strict=True):
+            kept = {key: group[key] for key in ("function", *MACHINE_SETTINGS) if key in group}
             group.clear()
-            group.update(new | own)
-            for one, index in zip(group["params"], saved["params"], strict=True):
-                if group["kind"] == "function":  # torch cast its states to the parameter's dtype
-                    self.state[one] = dict(state_dict["state"].get(index, {}))
+            group.update(loaded | kept)
+            if group["kind"] == "function":  # torch has cast the states to the parameter's dtype
+                for parameter, index in zip(group["params"], saved["params"], strict=True):
+                    self.state[parameter] = dict(state_dict["state"].get(index, {}))
         self._make_states()
-        for group, new in zip(mine, loaded, strict=True):
+        for group, loaded in zip(groups, loaded_groups, strict=True):
             for parameter in group["params"] if group["kind"] == "matrix" else ():
                 buffer = local_of(self.state[parameter]["momentum_buffer"])
-                forms = (new["momentum_form"], group["momentum_form"])
+                forms = (loaded["momentum_form"], group["momentum_form"])
                 convert_momentum(buffer, group["momentum"], *forms)
         self.half_step = None
 
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """The groups of a state dict, their parameters in the order of this optimizer's where the
-        names are the same; raises where a state has another shape than its parameter."""
-        found, problems, states = [], [], state_dict["state"]
-        for mine, group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            names, params = [self._name(p) for p in mine["params"]], group["params"]
-            saved = dict(zip(group.get("param_names", ()), params, strict=False))
-            if saved.keys() == set(names) and len(saved) == len(names):
-                params = [saved[name] for name in names]
-            without = {key: value for key, value in group.items() if key != "param_names"}
-            own = {key: mine[key] for key in self._settings.names(mine) if key in mine}
-            trained = [p.requires_grad for p in mine["params"]]
-            stateless = [
-                name
-                for name, at, moves in zip(names, params, trained, strict=False)
-                if moves and at not in states
-            ]
-            self._warn_of_gaps(
-                [key for key in own if key not in (*group, *MACHINE_SETTINGS)],
-                stateless if states else [],  # else it was taken before a step
-            )
-            found.append(own | without | {"params": params})
-            of_parameters = mine["kind"] != "function"
-            problems += [
-                f"'{name}' of shape {list(parameter.shape)} would get {key} of {list(value.shape)}"
-                for name, parameter, index in zip(names, mine["params"], params, strict=False)
-                for key, value in state_dict["state"].get(index, {}).items()
-                if isinstance(value, Tensor) and value.ndim and of_parameters
-                if value.shape != parameter.shape
-            ]
+        """The groups of a state dict, with parameters in the order of this optimizer if the names
+        are the same; raises where a state has another shape than its parameter."""
+        saved_groups, problems, states = [], [], state_dict["state"]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            names, indices = [self._name(p) for p in group["params"]], saved["params"]
+            index_of = dict(zip(saved.get("param_names", ()), indices, strict=False))
+            if index_of.keys() == set(names) and len(index_of) == len(names):
+                indices = [index_of[name] for name in names]
+            settings = {key: group[key] for key in self._settings.names(group) if key in group}
+            missing = [key for key in settings if key not in (*saved, *MACHINE_SETTINGS)]
+            if missing:
+                text = "the state dict lacks %s, which stay as this optimizer has them"
+                warn_once(logger, text, quoted(missing))
+            members = list(zip(names, group["params"], indices, strict=False))
+            stateless = [name for name, p, at in members if p.requires_grad and at not in states]
+            if stateless and states:  # without any states, it was saved before a step
+                text = "the state dict has no states of %s, which begin again with zeros"
+                warn_once(logger, text, quoted(stateless))
+            saved = {key: value for key, value in saved.items() if key != "param_names"}
+            saved_groups.append(settings | saved | {"params": indices})
+            if group["kind"] != "function":
+                problems += [
+                    f"'{name}' of shape {list(p.shape)} would get {key} of {list(value.shape)}"
+                    for name, p, index in members
+                    for key, value in states.get(index, {}).items()
+                    if isinstance(value, Tensor) and value.ndim and value.shape != p.shape
+                ]
         if problems:
             raise ValueError(
                 "the state dict is of other parameters, or of these in another order; nothing was "
                 "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
             )
-        return found
-
-    def _warn_of_gaps(self, settings: list[str], parameters: list[str]) -> None:
-        if settings:
-            text = "the state dict lacks %s, which stay as this optimizer has them"
-            warn_once(logger, text, quoted(settings))
-        if parameters:
-            text = "the state dict has no states of %s, which begin anew with zeros"
-            warn_once(logger, text, quoted(parameters))
+        return saved_groups
 
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
+    """A step as an iterator of one part."""
     yield step(*args)
-
-
-# ------------------------------------------------------------------------------ checks
-
-
-def raise_unless_same(
-    what: str, problems: Sequence[str], facts: Sequence[str], parameters: Iterable[Tensor]
-) -> None:
-    """Raise on every rank the problems of any rank, or that ranks build different optimizers
-    (collective over the axes of ``parameters``)."""
-    axes = axes_of(parameters)
-    raise_together(what, problems, facts, axes, same="build the same optimizer")
-
-
-def summary(facts: Sequence[Any]) -> str:
-    """A short text that differs where the fact of one parameter differs."""
-    return f"{len(facts)} parameters (checksum {zlib.crc32(repr(facts).encode()):08x})"
-
-
-def parameter_problems(
-    found: Iterable[tuple[str, Tensor]], matrices: Iterable[tuple[str, Tensor, Route]]
-) -> list[str]:
-    """Why these parameters cannot be optimized, or the matrices among them orthogonalised."""
-    problems = [storage_problem(name, parameter) for name, parameter in found]
-    for name, parameter, chosen in matrices:
-        shape = tuple(parameter.shape)
-        wrong = route_problems(name, shape, chosen)
-        problems += wrong or [storage_problem(name, parameter, matrix=True)]
-        if not parameter.is_floating_point():
-            problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
-        sharding = sharding_of(parameter)
-        if chosen.flat and not wrong and not cut_along_rows(parameter):
-            problems.append(
-                f"'{name}' of shape {list(shape)} is one matrix [out, rest], and "
-                f"{parameter.placements} cut it otherwise than along its first dimension"  # type: ignore[attr-defined]
-            )
-        elif not wrong and chosen.split is not None and any(sharding.blocked):
-            side, count = sharding.block_dim, sharding.count(sharding.blocked)
-            if chosen.split.within(shape, side, count, sharding.block) is None:
-                what = ("rows", "columns")[side]
-                problems.append(
-                    f"'{name}' has a split {chosen.split}, and tensor parallelism cuts its "
-                    f"{shape[-2 + side]} {what} into {count} blocks inside of it: choose a size "
-                    f"whose cuts fall between the matrices, or store them apart"
-                )
-    return list(dict.fromkeys(problem for problem in problems if problem))

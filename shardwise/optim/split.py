@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split: how a fused weight falls into the matrices that are orthogonalised one by one.
+"""Split: how a fused weight is divided into matrices, which are orthogonalised separately.
 
-Orthogonalising a fused weight as one matrix mixes what the layer keeps apart: query and key, gate
-and up, one expert and the next. One pattern describes every fusion in use: blocks of ``sizes`` rows
-(or columns), repeated until the dimension is used up.
+Orthogonalising a fused weight as one matrix mixes parts that the layer keeps separate: query and
+key, gate and up, one expert and the next. One pattern describes every common fusion: blocks of
+``sizes`` rows (or columns), repeated to the end of the dimension.
 
     Split.stacked(4, 2, 2)       | q q q q | k k | v v |                  3 matrices
     Split.interleaved(2)         | g u g u g u g u |                      gate and up, row by row
@@ -11,10 +11,11 @@ and up, one expert and the next. One pattern describes every fusion in use: bloc
     Split.heads(4)               | h0 h0 | h1 h1 | h2 h2 | h3 h3 |        4 equal blocks
     Split.heads(4, dim=1)        the same over columns (an attention output projection)
 
-Leading dimensions are a batch: ``[experts, out, in]`` holds a matrix per expert, each split alike.
+Leading dimensions are a batch: ``[experts, out, in]`` holds a matrix for each expert, and all are
+split in the same way.
 
 One rank owns a :class:`Matrix`: a contiguous run of rows of the parameter. A stacked block is one
-Matrix. Interleaved blocks share one, and the owner takes them apart.
+Matrix. Interleaved blocks share one Matrix, and the owner separates them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.division import Piece as Piece  # its rank: on the shard axis
+from shardwise.division import Piece as Piece  # (rank on the shard axis, low, high)
 from shardwise.layout import Shape
 
 
@@ -39,7 +40,7 @@ class Split:
     sizes: tuple[int, ...] = ()
     parts: int = 0
     dim: int = 0
-    groups: int = 0  # how often ``sizes`` repeat; 0: as often as the dimension asks for
+    groups: int = 0  # how often ``sizes`` repeat; 0: to the end of the dimension
 
     def __post_init__(self) -> None:
         problems = []
@@ -68,29 +69,29 @@ class Split:
 
     @staticmethod
     def grouped(groups: int, *sizes: int) -> Split:
-        """The blocks of every query group side by side: ``grouped(groups, q, k, v)``, in rows of
-        one group. Each block is gathered over the groups into one matrix."""
+        """The blocks of every query group side by side: ``grouped(groups, q, k, v)``, with the rows
+        of one group. Each block, gathered over the groups, is one matrix."""
         return Split(sizes=tuple(sizes), groups=groups)
 
     @staticmethod
     def heads(count: int, *, dim: int = 0) -> Split:
-        """``count`` equal blocks, each its own matrix: per-head Muon, equal halves."""
+        """``count`` equal blocks, each a matrix: per-head Muon, equal halves."""
         return Split(parts=count, dim=dim)
 
     def problem(self, shape: Shape) -> str | None:
-        """Why a parameter of this shape cannot be split so, or None."""
+        """Why a parameter of this shape cannot be split in this way, or None."""
         length = shape[-2 + self.dim]
-        what = "rows" if self.dim == 0 else "columns"
+        lines = "rows" if self.dim == 0 else "columns"
         if self.parts:
             if length % self.parts:
-                return f"{length} {what} do not divide into {self.parts} equal blocks"
+                return f"{length} {lines} do not divide into {self.parts} equal blocks"
             return None
         total = sum(self.sizes) * (self.groups or 1)
         if self.groups and total != length:
             times = f"{self.groups} x " if self.groups > 1 else ""
-            return f"{times}blocks of {self.sizes} make {total} {what}, the matrix has {length}"
+            return f"{times}blocks of {self.sizes} make {total} {lines}, the matrix has {length}"
         if length % total:
-            return f"{length} {what} do not divide into blocks of {self.sizes}"
+            return f"{length} {lines} do not divide into blocks of {self.sizes}"
         return None
 
     def resolved(self, shape: Shape) -> tuple[int, tuple[int, ...]]:
@@ -101,13 +102,13 @@ class Split:
         return length // sum(self.sizes), self.sizes
 
     def within(self, shape: Shape, dim: int, count: int, block: int) -> tuple[Split, bool] | None:
-        """The split of one of ``count`` equal blocks along ``dim`` (tensor parallelism's), and
-        whether its matrices are whole there; None where a matrix would be cut unevenly.
+        """The split of one of ``count`` equal blocks of tensor parallelism along ``dim``, and
+        whether the matrices in it are whole; None if a matrix would be cut unevenly.
 
             heads(4) over 2 blocks           | h0 h1 | h2 h3 |         whole, two in each
             stacked(4, 2, 2) over 2          | q q q q | k k v v |     whole, one and two
             interleaved(2) over 2            | g u g u | g u g u |     each cut into two halves
-            anything, the other way                                    each cut as the weight is
+            any split, along the other dim                             each cut like the weight
         """
         if dim != self.dim:
             return self, False
@@ -137,11 +138,11 @@ class Split:
 class Matrix:
     """The unit of ownership: elements [start, start + rows * cols) of a parameter.
 
-    Without ``sizes`` that is one matrix [rows, cols]. Otherwise blocks of ``sizes`` repeat
+    Without ``sizes`` the elements are one matrix [rows, cols]. Otherwise blocks of ``sizes`` repeat
     ``groups`` times along ``dim``, and the repeats of each block form one matrix.
 
-    The fields from ``name`` on say where the matrix is stored and what it costs; ownership.py
-    assigns owners by them alone.
+    The fields from ``name`` on contain the place and the cost of the matrix; ownership.py assigns
+    owners by them alone.
     """
 
     start: int
@@ -151,10 +152,10 @@ class Matrix:
     sizes: tuple[int, ...] = ()
     dim: int = 0
     name: str = ""
-    parameter: int = -1  # the position of its parameter; -1: it is a parameter of its own
-    pieces: tuple[Piece, ...] = ()  # by element, counted from ``start``
+    parameter: int = -1  # the position of the parameter; -1: the matrix is the whole parameter
+    pieces: tuple[Piece, ...] = ()  # in order, with elements counted from ``start``
     cost: int = 0
-    pinned: bool = False  # the layout stores it whole on purpose: the rank that stores it owns it
+    pinned: bool = False  # the layout stores it whole on purpose, on the rank that owns it
     order: int = 0  # matrices of lower order are exchanged in earlier rounds
 
     @property
@@ -163,7 +164,7 @@ class Matrix:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (rows, columns) of everything in it that is orthogonalised by itself."""
+        """The (rows, columns) of all matrices in it that are orthogonalised."""
         if not self.sizes:
             return ((self.rows, self.cols),)
         if self.dim == 0:
@@ -171,14 +172,14 @@ class Matrix:
         return tuple((self.rows, self.groups * size) for size in self.sizes)
 
     def take(self, whole: Tensor) -> list[Tensor]:
-        """The tensors of :attr:`shapes` out of ``whole`` [rows, cols], as views where possible."""
+        """The matrices of :attr:`shapes` in ``whole`` [rows, cols], as views where possible."""
         if not self.sizes:
             return [whole]
         blocks = self._blocks(whole)
         return [block.reshape(shape) for block, shape in zip(blocks, self.shapes, strict=True)]
 
     def put(self, whole: Tensor, index: int, value: Tensor) -> None:
-        """Write one of the tensors that :meth:`take` returns back to its place in ``whole``."""
+        """Write one of the matrices that :meth:`take` returns to its place in ``whole``."""
         if not self.sizes:
             whole.copy_(value)
             return
@@ -196,20 +197,17 @@ class Matrix:
 def matrices_of(shape: Shape, split: Split | None) -> tuple[Matrix, ...]:
     """The matrices of a parameter ``[..., out, in]``, in order; together they cover it."""
     rows, cols = shape[-2:]
-    found: list[Matrix] = []
+    groups, sizes = (1, (rows,)) if split is None else split.resolved(shape)
+    matrices: list[Matrix] = []
     for number in range(prod(shape[:-2])):
         start = number * rows * cols
-        if split is None:
-            found.append(Matrix(start, rows, cols))
-            continue
-        groups, sizes = split.resolved(shape)
-        if groups == 1 and split.dim == 0:
+        if split is None or (groups == 1 and split.dim == 0):
             for size in sizes:
-                found.append(Matrix(start, size, cols))
+                matrices.append(Matrix(start, size, cols))
                 start += size * cols
         else:
-            found.append(Matrix(start, rows, cols, groups, sizes, split.dim))
-    return tuple(found)
+            matrices.append(Matrix(start, rows, cols, groups, sizes, split.dim))
+    return tuple(matrices)
 
 
 def stored_matrices(
@@ -220,8 +218,8 @@ def stored_matrices(
     name: str = "",
     **facts: Any,
 ) -> list[Matrix]:
-    """The matrices of one parameter with pieces, costs and other ``facts``; both lists are sorted
-    by element."""
+    """The matrices of one parameter with pieces, costs and other ``facts``. Matrices and pieces are
+    sorted by element."""
     found: list[Matrix] = []
     first = 0
     for number, matrix in enumerate(matrices):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storage of a parameter: which rank has which of its elements, under any way of sharding.
 
-    a plain tensor                 all of it, here
-    our ShardedTensor              as its layout says: packed, uneven, nothing on some ranks
-    torch's DTensor, Shard(0)      rows as torch.chunk divides them (FSDP2)
+    a plain tensor                 this rank stores all of it
+    our ShardedTensor              by its layout: packed, uneven, nothing on some ranks
+    torch's DTensor, Shard(0)      rows, divided as by torch.chunk (FSDP2)
     tensor parallelism             blocks of rows or columns, which FSDP2 may shard once more
 
-Ranks that store different pieces form the *shard axis*, ranks that store the same pieces are
+Ranks that store different pieces form the *shard axis*. Ranks that store the same pieces are
 *replicas*. All sharded axes of a mesh act as one.
 """
 
@@ -38,14 +38,14 @@ class Sharding:
     """The mesh axes that cut a parameter. Parameters of equal Shardings share an exchange.
 
     ``sharded`` axes cut it into contiguous pieces, ``blocked`` axes into blocks of rows or columns
-    (tensor parallelism). Ranks of the other axes store the same.
+    (tensor parallelism). Ranks of the other axes store the same elements.
     """
 
     mesh: DeviceMesh | None = None  # None: a plain tensor
     sharded: Flags = ()
     blocked: Flags = ()
-    block_dim: int = 0  # of the matrix: 0 rows, 1 columns
-    num_data_axes: int | None = None  # None: all; ranks of the others exchange no copies
+    block_dim: int = 0  # 0: blocks of rows, 1: blocks of columns
+    num_data_axes: int | None = None  # the first axes, whose ranks may be replicas; None: all axes
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -59,21 +59,21 @@ class Sharding:
     @property
     def replicated(self) -> Flags:
         pairs = enumerate(zip(self.sharded, self.blocked, strict=True))
-        num = len(self.sharded) if self.num_data_axes is None else self.num_data_axes
-        return tuple(axis < num and not (shards or blocks) for axis, (shards, blocks) in pairs)
+        num_axes = len(self.sharded) if self.num_data_axes is None else self.num_data_axes
+        return tuple(axis < num_axes and not (shards or blocks) for axis, (shards, blocks) in pairs)
 
     def count(self, flags: Flags) -> int:
         """The number of ranks on the chosen axes together."""
         return math.prod(itertools.compress(self.sizes, flags))
 
     def axis(self, flags: Flags) -> comm.Axis | None:
-        """The chosen axes as one (its first use may be collective); None: it has one rank."""
+        """The chosen axes as one axis, whose first use may be collective; None: it has one rank."""
         if self.mesh is None or self.count(flags) == 1:
             return None
         return self.ranks.joint(flags)
 
     def places(self, flags: Flags) -> list[int]:
-        """By rank of the joint axis: its place as ``shard_range`` counts."""
+        """By rank of the joint axis: its place in the order of ``shard_range``."""
         return joint_places(list(itertools.compress(self.sizes, flags)))
 
     @cached_property
@@ -84,7 +84,7 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[comm.Axis, ...]:
-        """All axes of the mesh that have several ranks, outer to inner."""
+        """The axes of the mesh that have several ranks, outer to inner."""
         return self.ranks.chosen([True] * len(self.sizes)) if self.mesh is not None else ()
 
     @property
@@ -100,59 +100,63 @@ _PLAIN = Sharding()
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
+    """How the mesh of a parameter cuts it."""
     if isinstance(parameter, ShardedTensor):
-        cut, num = parameter.cut, len(parameter.cut.sharded)
-        tiles = () if cut.tile is None else cut.tile.dims
-        sides = [_side(dim, parameter.ndim) for dim in tiles]
-        found = [side for side in sides if side is not None]
-        if not found:
-            # Ranks of tensor parallelism that hold the same, or other matrices of a stack, all work
-            # alike and exchange nothing.
-            return Sharding(cut.mesh, cut.sharded, (False,) * num)
-        blocked = (False,) * num + tuple(side is not None for side in sides)
+        cut, num_axes = parameter.cut, len(parameter.cut.sharded)
+        tile_dims = () if cut.tile is None else cut.tile.dims
+        sides = [_side(dim, parameter.ndim) for dim in tile_dims]
+        block_dim = next((side for side in sides if side is not None), None)
+        if block_dim is None:
+            # Ranks of tensor parallelism that hold the same, or other matrices of a stack, work in
+            # parallel and exchange nothing.
+            return Sharding(cut.mesh, cut.sharded, (False,) * num_axes)
+        blocked = (False,) * num_axes + tuple(side is not None for side in sides)
         sharded = cut.sharded + (False,) * len(sides)
-        return Sharding(cut.full_mesh, sharded, blocked, found[0], num_data_axes=num)
+        return Sharding(cut.full_mesh, sharded, blocked, block_dim, num_data_axes=num_axes)
     if isinstance(parameter, DTensor):
-        dims = _block_dims(parameter)
+        sides = _block_sides(parameter)
         sharded = tuple(
-            _is_shard(placement) and dim is None
-            for placement, dim in zip(parameter.placements, dims, strict=True)
+            _is_shard(placement) and side is None
+            for placement, side in zip(parameter.placements, sides, strict=True)
         )
-        found = [dim for dim in dims if dim is not None]
-        blocked = tuple(dim is not None for dim in dims)
-        return Sharding(parameter.device_mesh, sharded, blocked, found[0] if found else 0)
+        blocked = tuple(side is not None for side in sides)
+        block_dim = next((side for side in sides if side is not None), 0)
+        return Sharding(parameter.device_mesh, sharded, blocked, block_dim)
     return _PLAIN
 
 
 def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
     """Every axis that the parameters are spread over, once, in order."""
-    found: dict[int, comm.Axis] = {}
+    axes: dict[int, comm.Axis] = {}
     for parameter in parameters:
-        ours = isinstance(parameter, ShardedTensor)
-        sharding = Sharding(parameter.cut.full_mesh) if ours else sharding_of(parameter)  # type: ignore[attr-defined]
+        sharding = sharding_of(parameter)
+        if isinstance(parameter, ShardedTensor):  # also the axes of tensor parallelism
+            sharding = Sharding(parameter.cut.full_mesh)
         for axis in sharding.axes:
-            found.setdefault(id(axis.group), axis)
-    return list(found.values())
+            axes.setdefault(id(axis.group), axis)
+    return list(axes.values())
 
 
-def _block_dims(parameter: DTensor) -> list[int | None]:
+def _block_sides(parameter: DTensor) -> list[int | None]:
     """For each mesh axis: the side of the matrix along which it cuts blocks, or None.
 
-    An axis along columns always cuts blocks. An axis along rows does where its name is "tp", where
-    an outer axis cut the rows of its blocks (torch's strided shards), and inside stacked matrices.
+    An axis that cuts columns always cuts blocks. An axis that cuts rows does so if its name is
+    "tp", if an outer axis cuts the rows of its blocks (torch's strided shards), and in stacked
+    matrices.
     """
     names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
-    strided = [_is_strided(placement) for placement in parameter.placements]
-    found: list[int | None] = []
-    for name, placement, again in zip(names, parameter.placements, strided, strict=True):
-        side = placement.dim - (parameter.ndim - 2) if _is_shard(placement) else -1  # type: ignore[attr-defined]
-        blocks = side == 1 or name == "tp" or any(strided) or parameter.ndim > 2
-        found.append(side if parameter.ndim > 1 and side >= 0 and blocks and not again else None)
-    return found
+    any_strided = any(map(_is_strided, parameter.placements))
+    sides: list[int | None] = []
+    for name, placement in zip(names, parameter.placements, strict=True):
+        plain = _is_shard(placement) and not _is_strided(placement)
+        side = _side(placement.dim if plain else None, parameter.ndim)  # type: ignore[attr-defined]
+        blocks = side == 1 or name == "tp" or any_strided or parameter.ndim > 2
+        sides.append(side if blocks else None)
+    return sides
 
 
 def _side(dim: int | None, ndim: int) -> int | None:
-    """The side of a matrix [..., out, in] that a cut of this dimension is along: 0, 1 or None."""
+    """The side of a matrix [..., out, in] that is this dimension: 0 rows, 1 columns, or None."""
     side = -1 if dim is None or ndim < 2 else dim - (ndim - 2)
     return side if side >= 0 else None
 
@@ -166,16 +170,15 @@ def _is_strided(placement: Any) -> bool:
 
 
 def cut_along_rows(parameter: Tensor) -> bool:
-    """Whether no axis cuts a DTensor otherwise than into pieces of its first dimension."""
+    """Whether every axis that cuts a parameter cuts its first dimension into consecutive pieces."""
     if isinstance(parameter, ShardedTensor):
-        tile = parameter.cut.tile
-        return tile is None or not tile.axes(cut=True)
+        return cut_into_pieces(parameter)
     placements: Any = parameter.placements if isinstance(parameter, DTensor) else ()
-    return all(one.dim == 0 for one in placements if _is_shard(one))
+    return all(placement.dim == 0 for placement in placements if _is_shard(placement))
 
 
 def cut_into_pieces(parameter: Tensor) -> bool:
-    """Whether no axis cuts a parameter otherwise than into consecutive pieces of its elements."""
+    """Whether every axis that cuts a parameter cuts it into consecutive pieces of its elements."""
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.tile is None or not parameter.cut.tile.axes(cut=True)
     sharding = sharding_of(parameter)
@@ -197,15 +200,16 @@ def storage_problem(name: str, parameter: Tensor, *, matrix: bool = False) -> st
         return f"'{name}' is cut into blocks by two axes ({parameter.placements}): use one"
     length, size = parameter.shape[-2 + sharding.block_dim], sharding.count(sharding.blocked)
     if length % size:
-        what = ("rows", "columns")[sharding.block_dim]
+        lines = ("rows", "columns")[sharding.block_dim]
         return (
-            f"'{name}' has {length} {what}, which do not divide over {size} tensor-parallel ranks"
+            f"'{name}' has {length} {lines}, which do not divide over {size} tensor-parallel ranks"
         )
     return None
 
 
 def block_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape that shards cut: the parameter's, or its block's under tensor parallelism."""
+    """The shape that shards cut: that of the parameter, or of its block under tensor
+    parallelism."""
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.item_shape
     shape, sharding = list(parameter.shape), sharding_of(parameter)
@@ -215,7 +219,7 @@ def block_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def pieces_of(parameter: Tensor) -> Sequence[Piece]:
-    """The elements of a parameter (of its block) that each rank stores, sorted by element."""
+    """The elements of a parameter, or of its block, that each rank stores; sorted by element."""
     if isinstance(parameter, ShardedTensor):
         cut = parameter.cut
         sizes = tuple(itertools.compress(sharding_of(parameter).sizes, cut.sharded))
@@ -246,24 +250,23 @@ def _rank_of(sizes: tuple[int, ...]) -> dict[int, int]:
 
 
 def _chunked_pieces(parameter: DTensor) -> list[Piece]:
-    """Rows as torch divides them: axis by axis, the outer first (strided ones last), each piece of
+    """Rows as torch divides them: axis by axis, the outer first and strided axes last, in pieces of
     ceil(rows / size)."""
     sharding, shape = sharding_of(parameter), block_shape(parameter)
-    pairs = zip(sharding.sizes, map(_is_strided, parameter.placements), strict=True)
-    cuts = list(itertools.compress(pairs, sharding.sharded))
-    order = sorted(range(len(cuts)), key=lambda number: cuts[number][1])
-    row = math.prod(shape[1:])
-    found = []
-    for rank, coordinate in enumerate(itertools.product(*(range(size) for size, _ in cuts))):
-        sizes, places = [cuts[n][0] for n in order], [coordinate[n] for n in order]
-        begin, end = chunk_range(shape[0], sizes, places)
+    sizes = list(itertools.compress(sharding.sizes, sharding.sharded))
+    strided = list(itertools.compress(map(_is_strided, parameter.placements), sharding.sharded))
+    order = sorted(range(len(sizes)), key=strided.__getitem__)
+    ordered_sizes, row = [sizes[axis] for axis in order], math.prod(shape[1:])
+    pieces = []
+    for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
+        begin, end = chunk_range(shape[0], ordered_sizes, [coordinate[axis] for axis in order])
         if begin < end:
-            found.append((rank, begin * row, end * row))
-    return sorted(found, key=lambda piece: piece[1])
+            pieces.append((rank, begin * row, end * row))
+    return sorted(pieces, key=lambda piece: piece[1])
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece as a plain tensor, aliased."""
+    """This rank's piece as a plain tensor that shares its memory."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.detach() if tensor.requires_grad else tensor
@@ -275,17 +278,18 @@ def version_of(parameter: Tensor) -> Version | None:
 
 
 def mark_written(parameters: Sequence[Tensor]) -> None:
-    """Count a write to the buffers of these parameters, and say that this step writes no more to
-    them. Once per buffer and on every rank, also where a rank stores nothing of it."""
-    found = [version for parameter in parameters if (version := version_of(parameter)) is not None]
-    for version in {id(version): version for version in found}.values():
+    """Count one write to each buffer of these parameters, and report that this step writes no more
+    to it. Every rank does so, also a rank that stores nothing of a buffer."""
+    versions = {id(version): version for version in map(version_of, parameters)}
+    for version in filter(None, versions.values()):
         version.count += 1
         if version.on_stepped is not None:
             version.on_stepped()
 
 
 class Written:
-    """Tensors that are written flat: views of them, or copies that go back at the end."""
+    """Flat memory to write tensors in: a view of each, or a copy that :meth:`finish` writes
+    back."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -293,7 +297,7 @@ class Written:
     def flat(self, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor.view(-1)
-        copy = next((copy for one, copy in self._copies if one is tensor), None)
+        copy = next((copy for source, copy in self._copies if source is tensor), None)
         if copy is None:
             copy = tensor.contiguous()
             self._copies.append((tensor, copy))

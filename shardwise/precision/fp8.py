@@ -13,29 +13,29 @@
     blocks of 32 (MXFP8)    value = e4m3(code) · 2^(scale - 127)     a scale is a byte (e8m0)
     blocks of 128           value = e4m3(code) · scale               a scale is an fp32 number
 
-Values are rounded to bf16 before they are encoded, whatever their dtype: a shard that is encoded
-from fp32 then equals the same rows encoded after they were sent as bf16. A row plane and a column
-plane are two roundings of one value; neither can be made from the other.
+Values of any dtype are rounded to bf16 before they are encoded. So a shard that is encoded from
+fp32 equals the same rows that were sent as bf16 and encoded afterwards. A row plane and a column
+plane are two different roundings of the same values; neither can be made from the other.
 
 The last blocks of 128 of a row or column may be partial: [320, 200] has 3 by 2 scales, each made
 for the elements that exist.
 
-The rules, where the standard leaves a choice:
+The rules for what the standard leaves open:
 
-- **scale**: of blocks of 128, the largest magnitude / 448 (``"exact"``; a magnitude below 2^-100
-  counts as 2^-100). Otherwise the smallest power of two that brings the block's largest magnitude
-  to 448 or less (``"rceil"``; an integer comparison, exact), or the largest magnitude's exponent
-  less 8 (``"floor"``: the standard's minimum, which saturates a quarter of the largest magnitudes).
+- **scale**: ``"exact"`` (blocks of 128): the largest magnitude of the block / 448; magnitudes below
+  2^-100 count as 2^-100. ``"rceil"``: the smallest power of two that brings the largest magnitude
+  to 448 or less; this is an integer comparison, and exact. ``"floor"``: the exponent of the largest
+  magnitude minus 8, the standard's minimum, which saturates a quarter of the largest magnitudes.
 - **zeros**: a block of zeros has codes of zeros, which keep their signs, and in MXFP8 scale 0.
 - **NaN**: a block with a NaN or an infinity has scale NaN (255 in MXFP8) and codes 0x7F: all its
   values are NaN.
 - **clamp**: values are clamped to ±448 before each cast, because torch up to 2.12 casts larger
   values to NaN.
-- **largest**: magnitudes from 1.9375·2^127 (3.3e38) round to 2^128, which no float of 16 or 32 bits
-  holds: they are decoded as infinity.
+- **largest**: magnitudes from 1.9375·2^127 (3.3e38) round to 2^128, which floats of 16 or 32 bits
+  cannot hold: they are decoded as infinity.
 
-Every product here is exact or rounded once by IEEE's rules, so a CPU, a GPU and any torch give the
-same bits. Codes and e8m0 scales are uint8, at rest and on the wire: gloo carries no float8, and
+Every operation is exact or rounded once by IEEE's rules, so a CPU, a GPU and any torch give the
+same bits. Codes and e8m0 scales are stored and sent as uint8, because gloo sends no float8, and
 float8 lacks ``equal`` and ``max``.
 """
 
@@ -52,47 +52,47 @@ from torch import Tensor
 
 from shardwise.kernels import has_triton
 
-Rounding = Literal["rceil", "floor", "exact"]  # of scales
+Rounding = Literal["rceil", "floor", "exact"]  # how scales are rounded
 Block = tuple[int, int]  # rows and columns that share a scale
 
-SIDE = 32  # of blocks of MXFP8
+SIDE = 32  # the side of blocks of MXFP8
 ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 SQUARE: Block = (SIDE, SIDE)
-WIDE = 128  # of blocks with fp32 scales
-EVEN = 16  # sides of matrices in blocks of 128 are multiples: hardware multiplies no others
+WIDE = 128  # the side of blocks with fp32 scales
+EVEN = 16  # sides of matrices in blocks of 128 must be multiples of this, as hardware requires
 ROW_128: Block = (1, WIDE)
 SQUARE_128: Block = (WIDE, WIDE)
-# The dtype of each block's scales: the byte of a power of two, or a number.
+# The dtype of each block's scales: uint8 for the exponent of a power of two, or fp32.
 SCALES: dict[Block, torch.dtype] = dict.fromkeys((ROW, COLUMN, SQUARE), torch.uint8)
 SCALES |= dict.fromkeys((ROW_128, SQUARE_128), torch.float32)
 
 LARGEST = 448.0  # the largest e4m3 value
 INVERSE_LARGEST = 0.002232142956927419  # 1 / 448 in fp32
-SMALLEST = 2.0**-100  # the magnitude that an exact scale is made for at least
+SMALLEST = 2.0**-100  # smaller magnitudes count as this for an exact scale
 NAN_SCALE, NAN_CODE = 255, 0x7F
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 class FP8Error(ValueError):
-    """A tensor that can't be stored in fp8, or planes that don't fit together."""
+    """An error about a tensor that cannot be stored in fp8, or planes that do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """One encoding of a matrix; both tensors are views of a buffer, possibly."""
+    """One encoding of a matrix. Both tensors may be views of a buffer."""
 
     codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows / block[0], columns / block[1]], rounded up; rows may lie apart
+    scales: Tensor  # [rows / block[0], columns / block[1]], rounded up; gaps between rows allowed
     block: Block
 
     def __post_init__(self) -> None:
-        kind = SCALES.get(self.block, torch.uint8)
+        scale_dtype = SCALES.get(self.block, torch.uint8)
         problems = [
             f"{name} are {tensor.dtype}: planes are {str(dtype).removeprefix('torch.')}"
             for name, tensor, dtype in (
                 ("codes", self.codes, torch.uint8),
-                ("scales", self.scales, kind),
+                ("scales", self.scales, scale_dtype),
             )
             if tensor.dtype != dtype
         ]
@@ -106,15 +106,19 @@ class Plane:
                     f"{tuple(self.codes.shape)} in blocks {self.block}: expected {expected}"
                 )
         if self.codes.device != self.scales.device:
-            problems.append(f"codes on {self.codes.device}, scales on {self.scales.device}")
-        problems += [
-            f"{name} are not contiguous: planes are read and sent as flat memory"
-            for name, there in (
-                ("codes", self.codes.is_contiguous()),
-                ("scales", self.scales.stride(-1) == 1 or self.scales.shape[-1] < 2),
+            problems.append(
+                f"codes on {self.codes.device}, scales on {self.scales.device}: move them to one "
+                f"device"
             )
-            if not there
-        ]
+        for name, contiguous in (
+            ("codes", self.codes.is_contiguous()),
+            ("scales", self.scales.stride(-1) == 1 or self.scales.shape[-1] < 2),
+        ):
+            if not contiguous:
+                problems.append(
+                    f"{name} are not contiguous: planes are read and sent as flat memory; call "
+                    f"contiguous()"
+                )
         if problems:
             raise FP8Error("; ".join(problems))
 
@@ -124,7 +128,7 @@ class Plane:
 
     @functools.cached_property
     def right(self) -> tuple[Tensor, Tensor]:
-        """:func:`right_side`, made once: the host takes as long for such views as for a launch."""
+        """:func:`right_side`, made once: views cost the host as much time as a kernel launch."""
         return right_side(self.codes, self.scales)
 
 
@@ -142,13 +146,13 @@ def side_of(blocks: Sequence[Block]) -> int:
 
 
 def step_of(blocks: Sequence[Block]) -> int:
-    """The number that both sides of a matrix in these blocks are multiples of."""
+    """The number of which both sides of a matrix in these blocks must be multiples."""
     side = side_of(blocks)
     return EVEN if side == WIDE else side
 
 
 def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (SQUARE,)) -> list[str]:
-    """Reasons why a tensor of this shape can't be stored in these blocks. Zero rows can."""
+    """Reasons why a tensor of this shape cannot be stored in these blocks. It may have no rows."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
     step = step_of(blocks)
@@ -160,6 +164,7 @@ def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (SQUARE,)) ->
 
 
 def block_problems(blocks: Sequence[Block]) -> list[str]:
+    """A problem for the first unknown block."""
     unknown = [block for block in blocks if block not in SCALES]
     return [f"block {block}: choose from {', '.join(map(str, SCALES))}" for block in unknown[:1]]
 
@@ -179,14 +184,14 @@ def in_blocks(x: Tensor, block: Block) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The matrix [rows, columns] of :func:`in_blocks`, contiguous."""
+    """The contiguous matrix [rows, columns] that :func:`in_blocks` turned into ``blocks``."""
     bands, high, strips, wide = blocks.shape
     whole = blocks.reshape(bands * high, strips * wide)
     return whole[: shape[0], : shape[1]].contiguous()
 
 
 def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
-    """The scale bytes (int32) of blocks whose largest bf16 magnitude has these bits (int32).
+    """The scale bytes (as int32) of blocks whose largest magnitudes have these bf16 bits (int32).
 
     amax = 1.m · 2^(E-127) and 448 = 1.75 · 2^8, so amax / 448 <= 2^(scale-127) first holds for
     scale = E - 8 where 1.m <= 1.75, and for scale = E - 7 where 1.m is larger.
@@ -199,13 +204,14 @@ def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
 
 
 def powers(scales: Tensor) -> Tensor:
-    """2^(scale-127) in fp32 (NaN for 255), by bits: 2^-127 is subnormal and comes out exact."""
+    """2^(scale-127) in fp32, and NaN for 255. Made from bits, so that the subnormal 2^-127 is
+    exact."""
     bits = (scales.int() << 23).masked_fill(scales == 0, 0x0040_0000)
     return bits.masked_fill(scales == NAN_SCALE, 0x7FC0_0000).view(torch.float32)
 
 
 def rounding_of(blocks: Sequence[Block]) -> Rounding:
-    """The rounding of scales where none is asked for."""
+    """The default rounding of scales."""
     return "exact" if all(SCALES.get(block) is torch.float32 for block in blocks) else "rceil"
 
 
@@ -213,14 +219,15 @@ def encode_reference(
     x: Tensor, block: Block, rounding: Rounding | None = None, sharing: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales by definition, on any device; kernels give the same bits. ``sharing``: the
-    number of matrices, one below another, of which each has one scale for all its blocks."""
+    number of matrices, one below another, each of which has one scale for all its blocks."""
     rounding = rounding or rounding_of([block])
-    kind = SCALES.get(block, torch.float32)  # of whole rows, or whole matrices
+    scale_dtype = SCALES.get(block, torch.float32)  # fp32 for blocks of whole rows or matrices
     values = in_blocks(x.to(torch.bfloat16).contiguous(), block)
     magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
     if sharing:
-        every = magnitudes.view(sharing, -1)
-        magnitudes = every.amax(1, keepdim=True).expand_as(every).reshape(magnitudes.shape)
+        by_matrix = magnitudes.view(sharing, -1)
+        largest_each = by_matrix.amax(1, keepdim=True)
+        magnitudes = largest_each.expand_as(by_matrix).reshape(magnitudes.shape)
     undefined = magnitudes >= 0x7F80
     if rounding == "exact":
         largest = (magnitudes << 16).view(torch.float32).clamp(min=SMALLEST)
@@ -229,18 +236,18 @@ def encode_reference(
     else:
         scales = scales_of(magnitudes, rounding)
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
-        scales = powers(scales) if kind is torch.float32 else scales
+        scales = powers(scales) if scale_dtype is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(kind)
+    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(scale_dtype)
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """The values by definition, rounded to ``dtype`` (of powers of two exact in bf16); kernels give
-    the same."""
-    # A table lookup is four times as fast as torch's cast on a CPU.
-    every = torch.arange(256, dtype=torch.uint8, device=codes.device)
-    table = every.view(torch.float8_e4m3fn).float()
+    """The values by definition, rounded to ``dtype``; kernels give the same bits. With scales that
+    are powers of two, bf16 is exact."""
+    # On a CPU a table lookup is four times as fast as torch's cast.
+    all_codes = torch.arange(256, dtype=torch.uint8, device=codes.device)
+    table = all_codes.view(torch.float8_e4m3fn).float()
     values = torch.index_select(table, 0, codes.reshape(-1).int()).view(codes.shape)
     factors = powers(scales) if scales.dtype == torch.uint8 else scales
     values = (in_blocks(values, block) * factors[:, None, :, None]).to(dtype)
@@ -275,33 +282,42 @@ def encode(
     out: Sequence[Plane] | None = None,
     sharing: int = 0,
 ) -> tuple[Plane, ...]:
-    """One plane for each of ``blocks``; on a GPU a row and a column plane take one pass.
+    """Encode x into one plane for each of ``blocks``. On a GPU a row and a column plane take one
+    pass.
 
-    ``rounding``: of scales; by default exact where they are numbers, up where they are powers.
-    ``out``: planes to write into and return, in the order of ``blocks``.
-    ``sharing``: of blocks of 128x128, the number of equal matrices, one below another, of which
-    each has one scale for all its blocks; 0: each block has its own.
+    Args:
+        rounding: the rounding of scales. Default: "exact" for fp32 scales, else "rceil".
+        out: planes to write into and return, in the order of ``blocks``.
+        sharing: with blocks of 128x128, the number of equal matrices, one below another, each of
+            which has one scale for all its blocks. 0: each block has its own scale.
     """
     rounding = rounding or rounding_of(blocks)
     problems = block_problems(blocks) or shape_problems(x.shape, blocks)
     if x.dtype not in SOURCES:
         problems.append(f"a tensor of {x.dtype}: encode floating-point values, not codes")
+    of_powers = [block for block in blocks if SCALES.get(block) is torch.uint8]
     if rounding not in get_args(Rounding):
         problems.append(f"rounding {rounding!r}: choose from {', '.join(get_args(Rounding))}")
-    elif rounding == "exact" and (bytes_ := [b for b in blocks if SCALES.get(b) is torch.uint8]):
-        problems.append(f"rounding 'exact' in blocks {bytes_[0]}: their scales are powers of two")
+    elif rounding == "exact" and of_powers:
+        problems.append(
+            f"rounding 'exact' in blocks {of_powers[0]}: their scales are powers of two; choose "
+            f"'rceil' or 'floor'"
+        )
     if len(set(blocks)) != len(blocks):
-        problems.append(f"blocks {tuple(blocks)}: each at most once")
+        problems.append(f"blocks {tuple(blocks)}: pass each at most once")
     partial = bool(x.shape[0] % (sharing * WIDE or 1) or x.shape[1] % WIDE)
     if sharing and (tuple(blocks) != (SQUARE_128,) or partial):
-        problems.append(f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} share")
+        problems.append(
+            f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} with one scale "
+            f"each: only matrices of whole blocks of {SQUARE_128} can have one"
+        )
     if problems:
         raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
     for plane, block in zip(planes, blocks, strict=True):
-        here = plane.codes.shape, plane.block, plane.codes.device
-        assert here == (x.shape, block, x.device), f"a plane to write into is {here}"
-    if x.numel() == 0 or x.is_meta:  # plans: torch would spend milliseconds on shapes
+        given = plane.codes.shape, plane.block, plane.codes.device
+        assert given == (x.shape, block, x.device), f"a plane to write into is {given}"
+    if x.numel() == 0 or x.is_meta:  # plans would spend milliseconds on shapes
         return planes
     if uses_kernels(x.device) and ROW_128 not in blocks:
         from shardwise.kernels import fp8_codes, mxfp8
@@ -325,10 +341,10 @@ def encode(
 def decode(
     plane: Plane, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
-    """The values [rows, columns] in ``dtype``, written into ``out`` where that is given.
+    """The values [rows, columns] in ``dtype``, written into ``out`` if it is given.
 
-    Where scales are powers of two, decoding to bf16 and fp32 is exact: a code has at most 4
-    significant bits.
+    With scales that are powers of two, decoding to bf16 and fp32 is exact, because a code has at
+    most 4 significant bits.
     """
     shape = plane.codes.shape
     if out is None:
@@ -350,5 +366,5 @@ def decode(
 
 @functools.cache
 def uses_kernels(device: torch.device) -> bool:
-    """Whether kernels run on a device; cached, as the search for Triton is slow."""
+    """Whether kernels run on a device. Cached, because the search for Triton is slow."""
     return device.type == "cuda" and has_triton()

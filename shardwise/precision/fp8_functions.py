@@ -5,13 +5,13 @@
 
     linear      forward    y  = x · Wᵀ         reads the plane of forward
                 backward   dx = dy · W         reads the plane of backward
-                           dW = dyᵀ · x        in x's dtype, or of codes of dy and x
+                           dW = dyᵀ · x        in x's dtype, or from codes of dy and x
     embedding   forward    ids [5, 0, 5]       rows 5, 0, 5 of codes and scales  --decode-->  y
                 backward   dW = rows of dy, added up by id: the weight is not read or gathered
 
-A plane is looked up when it is read: between forward and backward its memory may be released and
-gathered again. An embedding decodes only the rows that are looked up, each as it would be in the
-whole matrix.
+A plane is looked up each time that it is read, because its memory may be released and gathered
+again between forward and backward. An embedding decodes only the rows that are looked up, to the
+same values as in the whole matrix.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from shardwise.precision.fp8_tensor import FP8Tensor, Reads
 
 ops = torch.ops.shardwise  # see fp8_operators.py
 
-COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
+_COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
 
 
 # ----------------------------------------------------------------------------------------- linear
 
 
 class Recipe(NamedTuple):
-    """How the three products of a linear layer are made; constants, as torch.compile sees it."""
+    """How the three products of a linear layer are computed. For torch.compile the fields are
+    constants."""
 
-    # The rounding of scales of activations and gradients, in fp8 by blocks of 1x128; None: they
-    # stay in their dtype, and the weight is decoded.
+    # The rounding of the scales of activations and gradients in fp8, by blocks of 1x128. None:
+    # activations and gradients stay in their dtype, and the weight is decoded.
     activations: Rounding | None = None
-    weight_gradient: str = "bf16"  # or "fp8", where activations are
+    weight_gradient: str = "bf16"  # or "fp8", if activations are in fp8
 
 
 DECODED = Recipe()
@@ -69,25 +70,25 @@ def fp8_linear(
     matmul: Matmul | None = None,
     recipe: Recipe = DECODED,
 ) -> Tensor:  # [..., rows], in the dtype of x
-    """``F.linear`` over a weight in fp8; ``torch.autocast`` casts x and bias as it does there.
+    """``F.linear`` with a weight in fp8. ``torch.autocast`` casts x and bias as for ``F.linear``.
 
     Args:
-        parameter: receives the weight's gradient, in its own dtype, rounded once; None: frozen.
-        matmul: the products of a decoded weight; by default ``Emulated()``.
-        recipe: which of the products are in fp8.
+        parameter: receives the weight's gradient in its dtype, rounded once. None: a frozen weight.
+        matmul: computes the products of a decoded weight. Default: ``Emulated()``.
+        recipe: which products are in fp8.
     """
     rows, columns = weight.shape
     x, bias = _autocast(x), None if bias is None else _autocast(bias)
     problems = []
     if x.dim() == 0 or x.shape[-1] != columns:
         problems.append(f"x of shape {tuple(x.shape)}: its last dimension must be {columns}")
-    if x.dtype not in COMPUTE:
+    if x.dtype not in _COMPUTE:
         problems.append(
             f"x of {x.dtype}: weights in fp8 decode to bf16 and fp32; cast x, or autocast "
             f"to torch.bfloat16"
         )
     if x.device != weight.device:
-        problems.append(f"x on {x.device}, the weight on {weight.device}")
+        problems.append(f"x on {x.device}, the weight on {weight.device}: move x there")
     if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != x.dtype):
         problems.append(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype}: expected ({rows},), {x.dtype}"
@@ -101,16 +102,17 @@ def fp8_linear(
 def traced_linear(
     x: Tensor, parameter: Tensor, bias: Tensor | None, recipe: Recipe, place: str
 ) -> Tensor:
-    """The same for torch.compile, which sees no planes: ``parameter`` names the weight, and
-    ``place`` says where its codes lie."""
+    """:func:`fp8_linear` inside torch.compile, which sees no planes. Operators find the weight by
+    ``parameter``; ``place`` says where its codes lie."""
     x, bias = _autocast(x), None if bias is None else _autocast(bias)
     return _Linear.apply(x, parameter, bias, recipe, None, None, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _autocast(value: Tensor) -> Tensor:
-    """``value`` as torch casts operands of ``F.linear``: checks, decoding and what is saved for
-    backward then all have the dtype that is computed in."""
-    kind = value.device.type  # a dry run's tensors are on none that autocast knows
+    """``value`` cast as torch casts operands of ``F.linear``. So checks, decoding and tensors saved
+    for backward all use the dtype of the computation."""
+    kind = value.device.type
+    # autocast does not know the meta device of a dry run.
     if kind == "meta" or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
         return value
     return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
@@ -123,7 +125,8 @@ def _parameter_problems(parameter: Tensor | None, weight: FP8Tensor) -> list[str
 
 
 class _Linear(torch.autograd.Function):
-    """``weight`` is None inside torch.compile: operators find it by the parameter."""
+    """``F.linear`` with a weight in fp8. Inside torch.compile ``weight`` is None: operators find it
+    by the parameter."""
 
     @staticmethod
     def forward(
@@ -136,25 +139,25 @@ class _Linear(torch.autograd.Function):
         matmul: Matmul | None,
         place: str,
     ) -> Tensor:
-        # Planes are not saved as tensors: they may be released and gathered again before backward.
+        # Not saved as tensors: planes may be released and gathered again before backward.
         ctx.weight, ctx.matmul, ctx.recipe, ctx.x_shape = weight, matmul, recipe, x.shape
         ctx.place = place
         ctx.weight_dtype = None if parameter is None else parameter.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        tokens, learns = x.shape[:-1].numel(), ctx.needs_input_grad[1]
+        tokens, trained = x.shape[:-1].numel(), ctx.needs_input_grad[1]
         named = parameter if weight is None else None
         if recipe.activations is None:
-            ctx.save_for_backward(named, x if learns else None, None)
+            ctx.save_for_backward(named, x if trained else None, None)
             flat = x.reshape(-1, x.shape[-1])
             y = _product(flat, None, named, weight, matmul, bias, "forward", x.dtype, place)
         else:
-            by_codes = learns and recipe.weight_gradient == "fp8"
-            # A compiler sees by itself that layers quantise the same x.
+            by_codes = trained and recipe.weight_gradient == "fp8"
+            # A compiler finds out by itself that several layers quantise the same x.
             quantise = fp8_block.quantise_once if named is None else _traced_quantise
             codes, scales, turned, turned_scales = quantise(
                 x, True, WIDE if by_codes else 0, recipe.activations
             )
-            kept = (turned, turned_scales) if by_codes else (x if learns else None, None)
+            kept = (turned, turned_scales) if by_codes else (x if trained else None, None)
             ctx.save_for_backward(named, *kept)
             y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype, place)
             y = y[:tokens] if bias is None else y[:tokens] + bias
@@ -196,8 +199,8 @@ class _Linear(torch.autograd.Function):
 
 
 def shaped(result: Tensor, *shape: int) -> Tensor:
-    """``result.view(shape)`` of values that nobody else holds. No view to autograd, which would
-    refuse ``relu_`` and ``+=`` on what a function returns."""
+    """``result.view(shape)`` of a tensor that is used nowhere else. For autograd this is no view:
+    autograd refuses ``relu_`` and ``+=`` on a view that a function returns."""
     return torch.ops.aten._unsafe_view.default(result, shape)  # type: ignore[no-any-return]
 
 
@@ -209,16 +212,19 @@ def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> 
 def linear_backward(
     grads: Sequence[Tensor],  # [tokens, rows], side by side; or dh, gate and up: see gate_first
     weights: Sequence[FP8Tensor],  # [rows, columns], one below another
-    x: Tensor | None,  # [columns, tokens]: turned codes; None: the weight's gradient is not wanted
+    x: Tensor | None,  # [columns, tokens], turned codes; None: no gradient of the weight is wanted
     x_scales: Tensor | None,
     wants_x: bool,
     rounding: Rounding,
     dtype: torch.dtype | None,
     gate_first: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dy · W and dyᵀ · x of dy in fp8, the second in ``dtype``; what is not wanted has no
-    element. ``gate_first`` is given where dy are the gradients of gate and up, of h = silu(gate) ·
-    up: whether the weight of gate is the first of the two."""
+    """(dy · W, dyᵀ · x) with dy in fp8, the second in ``dtype``. A result that is not wanted has no
+    elements.
+
+    ``gate_first`` is given if dy are the gradients of gate and up, with h = silu(gate) · up. It
+    says whether the weight of gate is the first of the two. ``grads`` are then dh, gate and up.
+    """
     grad = grads[0]
     if gate_first is not None:
         dh, gate, up = grads
@@ -226,7 +232,8 @@ def linear_backward(
             dh, gate, up, gate_first, rounding
         )
     elif x is None:
-        codes, scales, *_ = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
+        whole = grad if len(grads) == 1 else torch.cat(list(grads), 1)
+        codes, scales, *_ = fp8_block.quantise(whole, wants_x, 0, rounding)
     else:
         codes, scales, turned, turned_scales = fp8_block.quantise_beside(grads, wants_x, rounding)
     if wants_x:
@@ -239,10 +246,6 @@ def linear_backward(
     assert x_scales is not None
     of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or grad.dtype)
     return of_x, of_weight
-
-
-def _beside(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _product(
@@ -262,8 +265,8 @@ def _product(
 
 
 def product(
-    x: Tensor,  # [tokens, features], or their codes
-    scales: Tensor | None,  # of codes
+    x: Tensor,  # [tokens, features], values or codes
+    scales: Tensor | None,  # the scales of codes; None for values
     weight: FP8Tensor,
     matmul: Matmul | None,
     bias: Tensor | None,
@@ -285,21 +288,21 @@ def products(
     phase: Reads,
     dtype: torch.dtype,
 ) -> Tensor:
-    """x · Wᵀ or dy · W of codes, where W is one weight or several that share x."""
+    """x · Wᵀ or dy · W of codes. W is one weight, or several that share x: one product if their
+    codes lie one after another in memory, else one product for each."""
     first, *others = weights
-    plane = first.joined(others, phase) if others else first.plane(phase)
-    if plane is not None:
-        return fp8_block.multiply(codes, scales, plane, phase, dtype)
+    joined = first.joined(others, phase) if others else first.plane(phase)
+    if joined is not None:
+        return fp8_block.multiply(codes, scales, joined, phase, dtype)
     planes = [weight.plane(phase) for weight in weights]
     if phase == "forward":
         parts = [fp8_block.multiply(codes, scales, plane, phase, dtype) for plane in planes]
         return torch.cat(parts, 1)
-    sizes = [len(plane.codes) for plane in planes]
-    blocks = [len(plane.scales) for plane in planes]
-    split = zip(codes.split(sizes, 1), scales.split(blocks), planes, strict=True)
+    code_parts = codes.split([len(plane.codes) for plane in planes], 1)
+    scale_parts = scales.split([len(plane.scales) for plane in planes])
     return sum(  # type: ignore[return-value]
-        fp8_block.multiply(part.contiguous(), theirs, plane, phase, dtype)
-        for part, theirs, plane in split
+        fp8_block.multiply(part.contiguous(), part_scales, plane, phase, dtype)
+        for part, part_scales, plane in zip(code_parts, scale_parts, planes, strict=True)
     )
 
 
@@ -330,20 +333,20 @@ def fp8_embedding(
     scale_grad_by_freq: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # [..., columns]
-    """``F.embedding`` over a weight in MXFP8.
+    """``F.embedding`` with a weight in fp8.
 
     Args:
-        parameter: receives the weight's gradient, in its own dtype; None for a frozen weight.
-        padding_idx: a row that gets no gradient; counted from the end where it is negative.
+        parameter: receives the weight's gradient in its dtype. None: a frozen weight.
+        padding_idx: a row that gets no gradient. A negative number counts from the end.
         scale_grad_by_freq: divide each row's gradient by how often the row was looked up.
-        dtype: dtype of the result where there is no parameter.
+        dtype: the dtype of the result if there is no parameter.
     """
     vocab = weight.shape[0]
     problems = []
     if ids.dtype not in (torch.int32, torch.int64):
         problems.append(f"ids of {ids.dtype}: row numbers are int32 or int64")
     if ids.device != weight.device:
-        problems.append(f"ids on {ids.device}, the weight on {weight.device}")
+        problems.append(f"ids on {ids.device}, the weight on {weight.device}: move the ids there")
     if padding_idx is not None and not -vocab <= padding_idx < vocab:
         problems.append(f"padding_idx={padding_idx}: the weight has {vocab} rows")
     problems += _parameter_problems(parameter, weight)
@@ -356,13 +359,13 @@ def fp8_embedding(
 
 
 def lookup_problem(*, max_norm: float | None, sparse: bool) -> str | None:
-    """The option of an embedding that a weight in MXFP8 does not allow; None where all are fine."""
+    """The option of an embedding that a weight in fp8 does not allow; None if all are allowed."""
     if max_norm is not None:
         return (
             f"max_norm={max_norm} rewrites rows of the weight in forward, and codes are made from "
             f"main weights only: renormalise the main weights after the optimizer's step"
         )
-    return "sparse=True: a gradient that is reduced is dense; use sparse=False" if sparse else None
+    return "sparse=True: gradients are reduced dense; use sparse=False" if sparse else None
 
 
 def rows_of(plane: Plane, ids: Tensor) -> Plane:
@@ -398,6 +401,6 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        # The function that F.embedding's own backward calls, so the gradient has the same bits.
+        # The function that the backward of F.embedding calls, so the gradient has the same bits.
         summed = torch.ops.aten.embedding_dense_backward(grad, ids, *ctx.options)
         return summed, None, None, None, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that read the same x, as one product in graphs of torch.compile.
+"""Passes over graphs of torch.compile that join fp8 layers which read the same x into one product.
 
 ::
 
@@ -7,13 +7,14 @@
     backward    dq · Wq + dk · Wk + dv · Wv              -->  [dq dk dv] · [Wq Wk Wv]
                 dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
 
-Each line is one operator. Where x is silu(gate) · up, forward's is quantise(silu(gate) · up) · Wᵀ:
-x is written as codes only. So are norms, h · factors · weight, and the heads of attention, side by
-side; and in backward the gradients of gate and up, computed from x's.
+The right side of each line is one operator. If x is silu(gate) · up, forward's operator computes
+quantise(silu(gate) · up) · Wᵀ, so x is written only as codes. The same is done for norms
+(h · factors · weight), for the heads of attention, side by side, and in backward for the gradients
+of gate and up, which are computed from the gradient of x.
 
-That is fewer and larger products, and less work for the host, which may need more time for a step
-than the device. It is done for weights whose codes lie one after another in the gathered memory;
-their ``place`` says so when a graph is made, and operators ask again when it runs.
+This makes fewer and larger products, and less work for the host, which may need more time for a
+step than the device. It is done for weights whose codes lie one after another in the gathered
+memory. When a graph is made, their ``place`` tells this; when it runs, operators check it again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -44,7 +45,7 @@ SHAPES = (
 
 
 def install() -> None:
-    """Let inductor change graphs, after what others have asked it to do there."""
+    """Install the passes in inductor, behind the passes that are there already."""
     _install("joint_custom_post_pass", keep)
     _install("post_grad_custom_pre_pass", join)
 
@@ -59,24 +60,29 @@ def _install(place: str, change: Callable[[Graph], None]) -> None:
         changes_fp8 = True
 
         def __call__(self, graph: Graph) -> None:
-            for one in before if isinstance(before, (list, tuple)) else filter(None, [before]):
-                one(graph)
+            passes = before if isinstance(before, (list, tuple)) else [before]
+            for other_pass in filter(None, passes):
+                other_pass(graph)
             change(graph)
 
         def uuid(self) -> Any:
             mine = get_hash_for_files((__file__, str(Path(__file__).with_name("fp8_operators.py"))))
             if before is None:
                 return mine
+            # None: nothing is cached, as without our pass.
             theirs = before.uuid() if isinstance(before, CustomGraphPass) else None
-            return theirs and (mine, theirs)  # None: nothing is cached, as without this
+            return theirs and (mine, theirs)
 
     if not getattr(before, "changes_fp8", False):
         setattr(config, place, Change())
 
 
 def keep(graph: Graph) -> None:
-    """Keep sums for backward whose norms are written as codes, and not their terms: forward writes
-    them for the operator that norms, and backward would read the terms twice to add them again."""
+    """Save sums (h = a + b) for backward, and not their terms, if a norm of h is written as codes.
+
+    Forward writes h to memory anyway, for the operator that computes the norm. From the terms
+    backward would have to compute h again.
+    """
     for node in graph.nodes:
         if node.target is ops.fp8_quantise.default:
             h, *_ = _normed(_base(node.args[0])) or (node,)
@@ -85,7 +91,7 @@ def keep(graph: Graph) -> None:
 
 
 def join(graph: Graph) -> None:
-    """Join layers of ``graph``, of a forward or of a backward."""
+    """Join layers in the graph of a forward or of a backward."""
     changed = False
     for node in list(graph.nodes):
         if node.target is ops.fp8_quantise.default:
@@ -106,40 +112,36 @@ def join(graph: Graph) -> None:
 
 
 def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
-    """Nodes whose weights lie one after another, by the argument number ``place``."""
+    """Runs of nodes whose weights lie one after another. ``place``: the number of the argument that
+    holds the weight's place."""
     places = {node: tuple(map(int, str(node.args[place]).split())) for node in nodes}
     runs: list[list[Node]] = []
-    ends = None
+    end_of_run = None
     for node in sorted(nodes, key=places.__getitem__):
         buffer, start, size = places[node]
-        if ends != (buffer, start):
+        if end_of_run != (buffer, start):
             runs.append([])
         runs[-1].append(node)
-        ends = buffer, start + size
+        end_of_run = buffer, start + size
     return runs
 
 
-def _kept(nodes: Sequence[Node], kept: bool) -> list[Node]:
-    """The nodes whose values outlive the graph (``kept``), or the others. One tensor for both kinds
-    would keep the memory of the others, too."""
-    return [node for node in nodes if kept == _outlives(node)]
-
-
 def _outlives(node: Node) -> bool:
+    """Whether a value, or a view of the value, is an output of the graph."""
     views = (user for user in node.users if user.target in (*VIEWS, *SHAPES))
     return any(user.op == "output" for user in node.users) or any(map(_outlives, views))
 
 
 def _add(graph: Graph, target: Any, *args: Any) -> Node:
-    """A new node, which knows its shapes."""
+    """A new node, with the shapes of its results."""
     node = graph.call_function(target, args)
-    known = torch.fx.node.map_arg(args, lambda each: each.meta["val"])
-    node.meta["val"] = target(*known)
+    values = torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+    node.meta["val"] = target(*values)
     return node
 
 
 def _parts(node: Node) -> dict[int, Node]:
-    """The nodes that take one result each of a node of several."""
+    """The nodes that read single results of a node with several results, by the result's number."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
@@ -149,19 +151,24 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
 
 
 def _join_products(graph: Graph, quantise: Node) -> bool:
-    """One operator for a tensor that is quantised and all its products."""
+    """Replace a tensor that is quantised, and all products of its codes, by one operator. Returns
+    whether this was possible."""
     x, rows, turned, rounding = quantise.args
     parts = _parts(quantise)
     products = list(parts[0].users) if 0 in parts else []
-    alike = {(node.target, *node.args[:2], *node.args[3:6]) for node in products}
-    if not rows or len(alike) != 1 or 1 not in parts or set(parts[1].users) != set(products):
+    # All arguments but the weight and its place.
+    shared = {(node.target, *node.args[:2], *node.args[3:6]) for node in products}
+    if not rows or len(shared) != 1 or 1 not in parts or set(parts[1].users) != set(products):
         return False
-    target, codes, scales, bias, phase, dtype = alike.pop()
+    target, codes, scales, bias, phase, dtype = shared.pop()
     if target is not ops.fp8_product.default or (codes, scales, bias, phase) != (
         parts[0], parts[1], None, "forward",
     ):  # fmt: skip
         return False
-    runs = [run for each in (True, False) for run in _runs(_kept(products, each), 6)]
+    # One tensor for outputs of the graph and for other values would keep the others in memory too.
+    outputs = [node for node in products if _outlives(node)]
+    others = [node for node in products if not _outlives(node)]
+    runs = _runs(outputs, 6) + _runs(others, 6)
     ordered = [node for run in runs for node in run]
     with graph.inserting_before(quantise):
         joined = _add(
@@ -173,9 +180,9 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
             low = 0
             for node in run:
                 high = low + node.meta["val"].shape[1]
-                whole = len(run) == 1
-                mine = result if whole else _add(graph, aten.slice.Tensor, result, 1, low, high)
-                _replace(graph, node, mine)
+                alone = len(run) == 1
+                part = result if alone else _add(graph, aten.slice.Tensor, result, 1, low, high)
+                _replace(graph, node, part)
                 low = high
     for index, part in parts.items():
         if index < 2:
@@ -187,7 +194,8 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
 
 
 def _sums_of_gradients(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Sums of nothing but gradients of one x, each of another layer, and their terms."""
+    """The sums of gradients of one x that come from several fp8 layers and from nothing else, with
+    the operators whose results they add."""
     terms: dict[Node, list[Node]] = {}
     for node in nodes:
         if node.target is operator.getitem and node.args[1] == 0:
@@ -200,11 +208,12 @@ def _sums_of_gradients(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
             both = left in terms and right in terms and left is not right
             if both and len(left.users) == len(right.users) == 1:
                 terms[node] = terms.pop(left) + terms.pop(right)
-    return {node: found for node, found in terms.items() if len(found) > 1}
+    return {node: added for node, added in terms.items() if len(added) > 1}
 
 
 def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
-    """One operator for the gradients of layers that read the same x."""
+    """Replace the backward operators of layers that read the same x by one operator for each run of
+    weights. Returns whether this was possible."""
     runs = _runs(terms, 7)
     if len({node.args[2:7] for node in terms}) > 1 or len(runs) == len(terms):
         return False
@@ -214,20 +223,21 @@ def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
     sums = []
     with graph.inserting_before(total):
         for run in runs:
-            grads, parameters = ([each for node in run for each in node.args[i]] for i in (0, 1))
+            grads = [grad for node in run for grad in node.args[0]]
+            parameters = [parameter for node in run for parameter in node.args[1]]
             joined = _add(
                 graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:]
             )
             of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
-            # A size that changes from batch to batch is a node, so a view is copied.
+            # The arguments of a view are copied: a size that changes from batch to batch is a node.
             viewed = _add(graph, term.target, of_x, term.args[1]) if term.target in VIEWS else of_x
             sums.append(viewed)
             low = 0
             for node, grad in zip(run, grads, strict=True):
-                high, part = low + grad.meta["val"].shape[1], _parts(node).get(1)
-                if part is not None:
-                    mine = _add(graph, aten.slice.Tensor, of_weights, 0, low, high)
-                    _replace(graph, part, mine)
+                high, of_weight = low + grad.meta["val"].shape[1], _parts(node).get(1)
+                if of_weight is not None:
+                    part = _add(graph, aten.slice.Tensor, of_weights, 0, low, high)
+                    _replace(graph, of_weight, part)
                 low = high
         first, *others = sums
         for other in others:
@@ -238,7 +248,7 @@ def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:
-    """Erase a node that nobody reads, and what only it read, up to the operators."""
+    """Erase a node without users, and its inputs that then have no users, up to our operators."""
     sources = node.all_input_nodes
     graph.erase_node(node)
     if node.target is not ops.fp8_linear_backward.default:
@@ -254,14 +264,15 @@ CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 def _base(node: Node, targets: Sequence[Any] = VIEWS) -> Node:
-    """The node of which this one is a view (or also a cast)."""
+    """The first node before ``node`` that is no view (or none of ``targets``)."""
     while isinstance(node, torch.fx.Node) and node.target in targets:
         node = node.args[0]
     return node
 
 
 def _matrix(node: Node) -> Node | None:
-    """The matrix [tokens, features] in memory of which ``node`` is a view in its dtype or wider."""
+    """The matrix [tokens, features] of which ``node`` is a view or a cast, if it is in memory and a
+    kernel can read it."""
     node = _base(node, (*VIEWS, *CASTS))
     stored = node.op == "placeholder" or node.target in (
         operator.getitem, aten.slice.Tensor, ops.fp8_product.default,
@@ -273,68 +284,75 @@ def _matrix(node: Node) -> Node | None:
     return node
 
 
-def _below(node: Node, name: str) -> list[Node]:
-    """The inputs, where ``node`` is ``name``, silu or silu_backward: torch.compile wrote other
-    functions in its place, which both may share, and each of them says so, by a name (a graph that
-    was copied holds a copy of the function)."""
+def _inputs_of(node: Node, name: str) -> list[Node]:
+    """The inputs of the function ``name`` (silu or silu_backward), if ``node`` is its result; else
+    an empty list.
+
+    torch.compile replaces the function by simpler functions, some of them shared by both. Each
+    keeps the name of its original (the name, because a copied graph has a copy of the function).
+    """
     inside: set[Node] = set()
-    outside: dict[Node, None] = {}
+    inputs: dict[Node, None] = {}  # an ordered set
     todo = [_base(node)]
     if _original(todo[0]) != name:
         return []
     while todo:
-        one = todo.pop()
-        if _original(one) in ("silu", "silu_backward"):
-            todo += [each for each in one.all_input_nodes if each not in inside]
-            inside.add(one)
+        current = todo.pop()
+        if _original(current) in ("silu", "silu_backward"):
+            todo += [source for source in current.all_input_nodes if source not in inside]
+            inside.add(current)
         else:
-            outside[one] = None
-    # One curve: silu(silu(x)) looks alike.
-    return list(outside) if sum(one.target in CURVES for one in inside) == 1 else []
+            inputs[current] = None
+    # Only one curve: silu(silu(x)) would have two.
+    return list(inputs) if sum(node.target in CURVES for node in inside) == 1 else []
 
 
 def _original(node: Node) -> str:
+    """The name of the function from which torch.compile made a node."""
     return str(node.meta.get("original_aten")).removeprefix("aten.").removesuffix(".default")
 
 
 def _factors(node: Node) -> Sequence[tuple[Node, Node]]:
-    """Both orders of the factors of a product of two tensors."""
+    """Both orders of the factors, if ``node`` is a product of two tensors; else nothing."""
     node = _base(node)
-    two = len(node.args) == 2 and all(isinstance(each, torch.fx.Node) for each in node.args)
+    two = len(node.args) == 2 and all(isinstance(arg, torch.fx.Node) for arg in node.args)
     return (node.args, node.args[::-1]) if node.target is aten.mul.Tensor and two else ()
 
 
 def _gated(node: Node) -> tuple[Node, Node] | None:
-    """Gate and up, where ``node`` is silu(gate) · up of matrices that lie in memory."""
+    """(gate, up), if ``node`` is silu(gate) · up of matrices in memory."""
     for left, right in _factors(node):
-        below = _below(left, "silu")
-        gate, up = _matrix(below[0]) if len(below) == 1 else None, _matrix(right)
-        if gate is not None and up is not None and _alike(gate, up):
+        inputs = _inputs_of(left, "silu")
+        gate, up = _matrix(inputs[0]) if len(inputs) == 1 else None, _matrix(right)
+        if gate is not None and up is not None and _same_shape(gate, up):
             return gate, up
     return None
 
 
-def _alike(first: Node, second: Node) -> bool:
+def _same_shape(first: Node, second: Node) -> bool:
     return first.meta["val"].shape == second.meta["val"].shape  # type: ignore[no-any-return]
 
 
 def _fuse_source(node: Node) -> bool:
-    """Let the operator read what x is made of, where nobody else reads x."""
+    """Let the operator compute x itself from the tensors that x is made of, if nothing else reads
+    x."""
     (x,), *rest = node.args
     base = _base(x)
     if rest[2] != 128 or _outlives(base) or _uses(base) > 1:  # 128: turned in squares
         return False
-    found = _gated(base) or _normed(base) or _heads(base) or ()
-    shapes = [each.meta["val"].shape for each in found]
-    wide = [shape[2] * shape[3] if len(found) == 1 else shape[-1] for shape in shapes]
-    if not found or wide[0] != x.meta["val"].shape[1]:  # norms of parts of a token, for one
+    sources = _gated(base) or _normed(base) or _heads(base) or ()
+    if not sources:
         return False
-    node.args = (list(found), *rest)
+    shape = sources[0].meta["val"].shape
+    features = shape[2] * shape[3] if len(sources) == 1 else shape[-1]
+    if features != x.meta["val"].shape[1]:  # for example, a norm of parts of a token
+        return False
+    node.args = (list(sources), *rest)
     return True
 
 
 def _heads(node: Node) -> tuple[Node] | None:
-    """The heads [batch, tokens, heads, features] of which ``node`` is a copy, in another order."""
+    """The heads [batch, tokens, heads, features], if ``node`` copies them in another order."""
     source = node.args[0] if node.target is aten.clone.default else None
     value = None if source is None else source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.dtype != torch.bfloat16:
@@ -344,19 +362,18 @@ def _heads(node: Node) -> tuple[Node] | None:
 
 
 def _normed(node: Node) -> tuple[Node, Node, Node] | None:
-    """h, a factor for each token and weight, where ``node`` is their product, computed in fp32."""
+    """(h, a factor for each token, weight), if ``node`` is their product, computed in fp32."""
     if node.target not in CASTS or _dtype(node) != torch.bfloat16:
         return None
     for product, weight in _factors(node.args[0]):
         for left, factors in _factors(product):
             h, weight = _base(left, CASTS), _base(weight, CASTS)
             shape = h.meta["val"].shape
-            fits = (
-                _dtype(h) == _dtype(weight) == torch.bfloat16 and _dtype(factors) == torch.float32
-            )
-            fits = fits and not shape[-1] % 128  # the kernel has no partial tiles
-            wanted = (*shape[:-1], 1), (shape[-1],)
-            if fits and (factors.meta["val"].shape, weight.meta["val"].shape) == wanted:
+            dtypes = _dtype(h), _dtype(weight), _dtype(factors)
+            if dtypes != (torch.bfloat16, torch.bfloat16, torch.float32) or shape[-1] % 128:
+                continue  # 128: the kernel has no partial tiles
+            expected = (*shape[:-1], 1), (shape[-1],)
+            if (factors.meta["val"].shape, weight.meta["val"].shape) == expected:
                 return h, factors, weight
     return None
 
@@ -366,32 +383,33 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 
 def _uses(node: Node) -> int:
-    """How many nodes read a value, or a view of it."""
+    """The number of nodes that read a value or a view of the value."""
     return sum(_uses(user) if user.target in VIEWS else 1 for user in node.users)
 
 
 def _fuse_swiglu_backward(node: Node) -> bool:
+    """Let the operator compute the gradients of gate and up itself, if nothing else reads these."""
     grads, *rest = node.args
     if len(grads) != 2 or rest[1] is None or any(_uses(_base(grad)) > 1 for grad in grads):
         return False
     for gate_first in (True, False):
-        found = _gated_backward(*(grads if gate_first else grads[::-1]))
-        if found is not None:
-            node.args = (found, *rest, gate_first)
+        sources = _gated_backward(*(grads if gate_first else grads[::-1]))
+        if sources is not None:
+            node.args = (sources, *rest, gate_first)
             return True
     return False
 
 
 def _gated_backward(of_gate: Node, of_up: Node) -> list[Node] | None:
-    """dh, gate and up, where ``of_up`` is dh · silu(gate) and ``of_gate`` the gradient of silu at
-    gate, times dh · up."""
+    """[dh, gate, up], if ``of_up`` is dh · silu(gate), and ``of_gate`` is dh · up times the
+    gradient of silu at gate."""
     gate, dh = _gated(of_up) or (None, None)
-    sources = _below(of_gate, "silu_backward")
-    others = [each for each in sources if _matrix(each) is not gate]
-    if gate is None or len(sources) != 2 or len(others) != 1:
+    inputs = _inputs_of(of_gate, "silu_backward")
+    others = [source for source in inputs if _matrix(source) is not gate]
+    if gate is None or len(inputs) != 2 or len(others) != 1:
         return None
     for left, right in _factors(_base(others[0], (*VIEWS, *CASTS))):
         up = _matrix(right)
-        if _matrix(left) is dh and up is not None and _alike(gate, up):
+        if _matrix(left) is dh and up is not None and _same_shape(gate, up):
             return [dh, gate, up]
     return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that torch.compile puts into its graphs for weights in fp8.
+"""Operators for weights in fp8 in the graphs of torch.compile.
 
-A graph sees no planes, which come and go: it sees the parameter, a leaf without memory of its own,
-and hands it to an operator, which finds the weight by the parameter's storage when it runs. So one
-graph serves all blocks of a model that are alike.
+A graph does not see planes, because they are gathered and released. A graph sees the parameter, a
+leaf without memory for values, and passes it to an operator. When the operator runs, it finds the
+weight by the parameter. So one graph serves all equal blocks of a model.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,15 +30,16 @@ def name(parameter: Tensor, weight: Any) -> None:
 
 
 def weight_of(parameter: Tensor) -> Any:
-    found = getattr(parameter, "quantised", None)  # a parameter itself, which most graphs bring
-    if found is None:
-        found = _weights.get(int(parameter.untyped_storage()._cdata))
-    if found is None:
+    """The weight of a parameter, or of a view of the parameter."""
+    weight = getattr(parameter, "quantised", None)  # most graphs pass the parameter itself
+    if weight is None:
+        weight = _weights.get(int(parameter.untyped_storage()._cdata))
+    if weight is None:
         raise FP8Error(
-            f"a compiled graph was run with a parameter of shape {tuple(parameter.shape)} that no "
-            f"group knows: its model was deleted or rebuilt; compile the new one"
+            f"a compiled graph was run with a parameter of shape {tuple(parameter.shape)} that "
+            f"belongs to no group: its model was deleted or rebuilt; compile the new model"
         )
-    return found
+    return weight
 
 
 @operator(
@@ -78,9 +79,12 @@ def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor
     _fake_linears,
 )
 def _linears(x, parameters, counts, turned, rounding, dtype) -> Any:
-    """x, turned; its scales, and the products by weights that lie one after another, ``counts`` of
-    them each; see fp8_graphs.py. Two tensors: x is silu(gate) · up; three: x is h · factors ·
-    weight; one of four dimensions: x are its heads, side by side."""
+    """[x turned, its scales, then one product for each run of weights]; see fp8_graphs.py.
+
+    ``counts``: the number of weights in each run; the weights of a run lie one after another. If
+    ``x`` has two tensors, x is silu(gate) · up. If it has three, x is h · factors · weight. If it
+    has one tensor of four dimensions, x is its heads, side by side.
+    """
     if len(x) == 3:
         codes, scales, *results = fp8_block.quantise_norm(x[0], x[1], x[2], rounding)
     elif len(x) == 2:
@@ -91,8 +95,8 @@ def _linears(x, parameters, counts, turned, rounding, dtype) -> Any:
         codes, scales, *results = fp8_block.quantise(x[0], True, turned, rounding)
     weights = map(weight_of, parameters)
     for count in counts:
-        some = list(itertools.islice(weights, count))
-        results.append(products(codes, scales, some, "forward", dtype))
+        run = list(itertools.islice(weights, count))
+        results.append(products(codes, scales, run, "forward", dtype))
     return results
 
 
@@ -101,7 +105,7 @@ def _fake_linear_backward(
 ) -> tuple[Tensor, Tensor]:
     grad, columns = grads[0], parameters[0].shape[1]
     of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
-    shape = (0,) if x is None else (sum(each.shape[0] for each in parameters), columns)
+    shape = (0,) if x is None else (sum(p.shape[0] for p in parameters), columns)
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two products that read a weight in MXFP8: emulated on any device, native on newer hardware.
+"""The two products that read a weight in MXFP8: emulated on any device, native on new hardware.
 
 ::
 
@@ -7,15 +7,15 @@
     backward   dx = dy · W     reads the column plane
 
 ``Emulated`` decodes one matrix at a time into a workspace that the next product uses again.
-Decoding to bf16 is exact, so its products are those of a bf16 GEMM with fp32 accumulation over
-exactly the values that the codes stand for.
+Decoding to bf16 is exact. So the results are those of a bf16 GEMM with fp32 accumulation, over
+exactly the values of the codes.
 
 ``Native`` multiplies MXFP8 by MXFP8 (compute capability 10.0 and later). The activations must be
-MXFP8 too, so they are rounded: the numbers are those of ``Emulated`` with rounded activations.
-``Native`` is used only where ``Precision(weights="mxfp8", products="native")`` asks for it, and is
-refused where the hardware lacks it. It is written against ``torch.nn.functional.scaled_mm`` and has
-**never run on such hardware**: the H200 has none. CPU tests check which operands, scales and
-layouts reach ``scaled_mm``.
+MXFP8 too, so they are rounded: the results are those of ``Emulated`` with rounded activations.
+``Native`` is used only for ``Precision(weights="mxfp8", products="native")``, and is refused if the
+hardware cannot do it. It is written for ``torch.nn.functional.scaled_mm`` and has **never run on
+such hardware**: the H200 cannot do it. CPU tests check which operands, scales and layouts reach
+``scaled_mm``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Matmul(Protocol):
 
 
 class Workspace:
-    """Memory for one decoded matrix, kept from call to call and grown to the largest.
+    """Memory for one decoded matrix, kept between calls, and grown to the size of the largest.
 
-    All products that read the workspace are queued on one stream, so the next decode runs after
-    them. One workspace serves one stream and one thread at a time; give each model its own.
+    All products that read the workspace are queued on one stream, so the next decoding runs after
+    them. One workspace serves one stream and one thread at a time: each model needs its own.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Workspace:
         if held is None or held.numel() < shape.numel():
             self._memory.pop(key, None)
             del held  # free the smaller memory before the larger one is allocated
-            # Not an inference tensor, even where an evaluation comes first: training decodes into
-            # this memory later, and an inference tensor can't be written then.
+            # No inference tensor, even if an evaluation comes first: training decodes into this
+            # memory later, and cannot write to an inference tensor.
             with torch.inference_mode(False):
                 fresh = torch.empty(shape.numel(), dtype=dtype, device=device)
             self._memory[key] = held = counted(fresh, "workspace")
@@ -71,9 +71,9 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
-    """Decode, then an ordinary product in the activations' dtype, summed in fp32.
+    """Decode, then multiply in the dtype of the activations, with sums in fp32.
 
-    ``workspace``: kept memory to decode into; None: each product allocates its own.
+    ``workspace``: memory to decode into. None: each product allocates memory.
     """
 
     workspace: Workspace | None = None
@@ -95,7 +95,7 @@ class Emulated:
 
 
 def native_problem(device: torch.device) -> str | None:
-    """The reason why ``Native`` can't be used on this device; None where it can."""
+    """The reason why ``Native`` cannot be used on this device; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type} multiplies no MXFP8: use products='emulated'"
     if not hasattr(F, "scaled_mm"):
@@ -104,8 +104,8 @@ def native_problem(device: torch.device) -> str | None:
     if capability < (10, 0):
         name = torch.cuda.get_device_name(device)
         return (
-            f"{name} has compute capability {capability[0]}.{capability[1]}; MXFP8 products came "
-            f"with 10.0: use products='emulated'"
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and MXFP8 products "
+            f"need 10.0: use products='emulated'"
         )
     return None
 
@@ -131,7 +131,8 @@ class Native:
 
 
 def _row_scales(scales: Tensor, plane: Plane) -> Tensor:
-    """[n, k / 32]: one row of scales for each row of codes; a square's scale serves 32 rows."""
+    """[n, k / 32]: a row of scales for each row of codes. A scale of a square is repeated for its
+    32 rows."""
     return scales.repeat_interleave(SIDE, 0) if plane.block == SQUARE else scales
 
 
@@ -155,7 +156,7 @@ def _scaled_mm(activations: Tensor, codes: Tensor, scales: Tensor, bias: Tensor 
 
 
 def _encode_rows(activations: Tensor) -> Plane:
-    """[tokens, features] in blocks of 32 features; the tokens are padded to a multiple of 32."""
+    """[tokens, features] in blocks of 32 features, with tokens padded to a multiple of 32."""
     (plane,) = encode(F.pad(activations, (0, 0, 0, -len(activations) % SIDE)), (ROW,))
     return plane
 

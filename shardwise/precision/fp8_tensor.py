@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8Tensor: a matrix and the planes that hold it, to print, save, load and decode.
+"""``FP8Tensor``: a matrix in fp8 planes, to print, save, load and decode.
 
-An FP8Tensor is no ``torch.Tensor``, so that no torch function computes with codes as if they were
-numbers. To recognise one, use ``isinstance(value, FP8Tensor)``.
+An FP8Tensor is not a ``torch.Tensor``, so no torch function can compute with codes as if they were
+numbers. To recognise an FP8Tensor, use ``isinstance(value, FP8Tensor)``.
 """
 
 from __future__ import annotations
@@ -26,28 +26,14 @@ from shardwise.precision.fp8 import (
     encode,
 )
 
-# Of weights that are multiplied, both ways. "mxfp8_rowcol" is "mxfp8" for products of hardware,
-# which sum over what a block lies along.
+# Formats of weights that are multiplied in forward and backward. "mxfp8_rowcol" is "mxfp8" for
+# products by hardware, which need blocks along the dimension that is summed over.
 Matrices = Literal["mxfp8", "mxfp8_rowcol", "mxfp8_2d", "fp8_block"]
-Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # of weights whose rows are looked up
+Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # formats of weights whose rows are looked up
 Format = Literal[Matrices, Lookups]
 Reads = Literal["forward", "backward"]
 
-FORMATS: dict[Format, tuple[Block, ...]] = {
-    "mxfp8": (ROW,),
-    "mxfp8_rowcol": (ROW, COLUMN),
-    "mxfp8_2d": (SQUARE,),
-    "mxfp8_rows": (ROW,),
-    "fp8_block": (SQUARE_128,),
-    "fp8_block_rows": (SQUARE_128,),
-}
-LOOKUPS: dict[Matrices, Format] = {
-    "mxfp8": "mxfp8_rows",
-    "mxfp8_rowcol": "mxfp8_rows",
-    "mxfp8_2d": "mxfp8_rows",
-    "fp8_block": "fp8_block_rows",
-}
-# The plane that each phase reads. The gradient of a lookup needs no weight.
+# The plane that each phase reads. The backward of a lookup reads no weight.
 READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": ROW},
     "mxfp8_rowcol": {"forward": ROW, "backward": COLUMN},
@@ -56,13 +42,25 @@ READS: dict[Format, dict[Reads, Block]] = {
     "fp8_block": {"forward": SQUARE_128, "backward": SQUARE_128},
     "fp8_block_rows": {"forward": SQUARE_128},
 }
+# The planes of each format.
+FORMATS: dict[Format, tuple[Block, ...]] = {
+    format: tuple(dict.fromkeys(blocks.values())) for format, blocks in READS.items()
+}
+# The format of embeddings beside linear layers of each format.
+LOOKUPS: dict[Matrices, Format] = {
+    "mxfp8": "mxfp8_rows",
+    "mxfp8_rowcol": "mxfp8_rows",
+    "mxfp8_2d": "mxfp8_rows",
+    "fp8_block": "fp8_block_rows",
+}
 NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square", SQUARE_128: "block"}
 
 
 class FP8Tensor:
-    """[rows, columns] of bf16 values as fp8 planes: row and column, or one of squares or blocks.
+    """A matrix [rows, columns] of bf16 values as fp8 planes: a row and a column plane, or one plane
+    of squares or blocks.
 
-    ``planes`` may hold only the plane that a phase reads (a row plane in forward). Planes are never
+    ``planes`` may hold only the plane that one phase reads (a row plane in forward). Planes are not
     copied: a plane that is a view of gathered memory changes with that memory.
     """
 
@@ -71,32 +69,32 @@ class FP8Tensor:
     planes: dict[Block, Plane]
 
     def __init__(self, *planes: Plane) -> None:
-        found = {plane.block: plane for plane in planes}
+        by_block = {plane.block: plane for plane in planes}
         shapes = {tuple(plane.codes.shape) for plane in planes}
         devices = {str(plane.codes.device) for plane in planes}
         problems = []
         if not planes:
-            problems.append("no planes: give at least one")
-        if len(found) != len(planes):
+            problems.append("no planes: give at least one plane")
+        if len(by_block) != len(planes):
             problems.append(f"two planes in the same blocks: {[p.block for p in planes]}")
-        if found and not any(set(found) <= set(blocks) for blocks in FORMATS.values()):
-            both = " and of ".join(sorted({_format_of([block]) for block in found}))
-            problems.append(f"planes of {both}: a matrix is stored in one of them")
-        for what, values in (("shapes", shapes), ("devices", devices)):
+        if by_block and not any(set(by_block) <= set(blocks) for blocks in FORMATS.values()):
+            formats = " and of ".join(sorted({_format_of([block]) for block in by_block}))
+            problems.append(f"planes of {formats}: a matrix is stored in one format")
+        for noun, values in (("shapes", shapes), ("devices", devices)):
             if len(values) > 1:
-                problems.append(f"planes of {what} {sorted(values)}: they hold one matrix")
+                problems.append(f"planes of {noun} {sorted(values)}: all planes hold one matrix")
         if problems:
             raise FP8Error("; ".join(problems))
-        self.planes = found
+        self.planes = by_block
 
     @classmethod
     def encode(
         cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding | None = None
     ) -> FP8Tensor:
-        """Encode all planes of ``x`` [rows, columns], rounded to bf16 first."""
+        """Encode ``x`` [rows, columns], rounded to bf16 first, into all planes of the format."""
         if not isinstance(x, Tensor):
             raise FP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
-        if format not in tuple(FORMATS):  # a tuple: ``format`` may be unhashable, such as a list
+        if format not in tuple(FORMATS):  # a tuple, because ``format`` may be an unhashable list
             raise FP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
         return cls(*encode(x, FORMATS[format], rounding=rounding))
 
@@ -116,7 +114,7 @@ class FP8Tensor:
 
     @property
     def format(self) -> Format:
-        """The format of matrices that holds these planes."""
+        """The format that has these planes."""
         return _format_of(self.planes)
 
     @property
@@ -132,13 +130,13 @@ class FP8Tensor:
             raise FP8Error(
                 f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
                 f"plane, but only {', '.join(NAMES[b] for b in self.planes)} is here: gather the "
-                f"missing plane first, it can't be made from another"
+                f"missing plane first, because it cannot be made from another plane"
             )
         return self.planes[block]
 
     def joined(self, others: Sequence[FP8Tensor], phase: Reads) -> Plane | None:
-        """One plane of this matrix and ``others`` below it; None where their memory does not lie
-        so."""
+        """One plane of this matrix with ``others`` below it; None if they do not lie in memory
+        like this."""
         return None
 
     # ------------------------------------------------------------------ values
@@ -146,27 +144,25 @@ class FP8Tensor:
     def dequantise(
         self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
-        """The values that ``phase`` computes with."""
+        """The values that ``phase`` computes with, decoded to ``dtype``."""
         return decode(self.plane(phase), dtype=dtype)
 
     def to(self, device: torch.device | str) -> FP8Tensor:
-        return FP8Tensor(
-            *(
-                Plane(
-                    codes=plane.codes.to(device), scales=plane.scales.to(device), block=plane.block
-                )
-                for plane in self.planes.values()
-            )
-        )
+        """The same matrix on ``device``."""
+        planes = [
+            Plane(codes=p.codes.to(device), scales=p.scales.to(device), block=p.block)
+            for p in self.planes.values()
+        ]
+        return FP8Tensor(*planes)
 
     def __repr__(self) -> str:
         names = "+".join(NAMES[block] for block in self.planes) or "no plane here"
-        each = self.nbytes / max(1, self.shape.numel())
+        bytes_each = self.nbytes / max(1, self.shape.numel())
         head = (
             f"FP8Tensor({'x'.join(map(str, self.shape))}, {self.format}, {names}, "
-            f"{each:.3f} bytes an element, device='{self.device}'"
+            f"{bytes_each:.3f} bytes an element, device='{self.device}'"
         )
-        if not self.planes:  # a gathered weight after its release
+        if not self.planes:  # a weight whose planes are released
             return f"{head})"
         plane = self._any
         if plane.codes.is_meta or plane.codes.untyped_storage().nbytes() < plane.codes.nbytes:
@@ -176,7 +172,7 @@ class FP8Tensor:
     # ------------------------------------------------------------------ state dicts
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """Tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
+        """The tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
         return {
             f"{prefix}{NAMES[block]}.{part}": tensor
             for block, plane in self.planes.items()
@@ -185,34 +181,35 @@ class FP8Tensor:
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> FP8Tensor:
-        """The tensor of a :meth:`state_dict`; names without ``prefix`` are ignored."""
+        """The matrix of a :meth:`state_dict`. Names without ``prefix`` are ignored."""
         if not isinstance(tensors, Mapping):
             raise FP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
-        every = {name: t for name, t in tensors.items() if name.startswith(prefix)}
-        parts = {
-            block: (f"{prefix}{name}.codes", f"{prefix}{name}.scales")
-            for block, name in NAMES.items()
-        }
-        held = {
-            block: names for block, names in parts.items() if not every.keys().isdisjoint(names)
-        }
-        known = [name for names in held.values() for name in names]
-        problems = [f"{name} is missing" for name in known if name not in every]
-        problems += [f"{name}: no part of a plane" for name in every if name not in known]
-        problems += [
-            f"{name} is a {type(every[name]).__name__}: give the uint8 tensor of state_dict()"
-            for name in known
-            if not isinstance(every.get(name, torch.empty(0)), Tensor)
+        given = {name: value for name, value in tensors.items() if name.startswith(prefix)}
+        names: dict[Block, tuple[str, str]] = {}  # (codes, scales) of the planes that are there
+        for block, name in NAMES.items():
+            pair = f"{prefix}{name}.codes", f"{prefix}{name}.scales"
+            if not given.keys().isdisjoint(pair):
+                names[block] = pair
+        expected = [name for pair in names.values() for name in pair]
+        problems = [f"{name}: no part of a plane" for name in given if name not in expected]
+        for name in expected:
+            if name not in given:
+                problems.append(f"{name} is missing")
+            elif not isinstance(given[name], Tensor):
+                problems.append(
+                    f"{name} is a {type(given[name]).__name__}: give the uint8 tensor of "
+                    f"state_dict()"
+                )
+        if problems:
+            raise FP8Error("; ".join(sorted(problems)))
+        if not names:
+            first_names = ", ".join(sorted(tensors)[:5]) or "the dict is empty"
+            raise FP8Error(f"no planes under {prefix!r}: {first_names}")
+        planes = [
+            Plane(codes=given[codes], scales=given[scales], block=block)
+            for block, (codes, scales) in names.items()
         ]
-        if problems or not held:
-            found = ", ".join(sorted(tensors)[:5]) or "nothing there"
-            raise FP8Error("; ".join(sorted(problems)) or f"no planes under {prefix!r}: {found}")
-        return cls(
-            *(
-                Plane(codes=every[codes], scales=every[scales], block=block)
-                for block, (codes, scales) in held.items()
-            )
-        )
+        return cls(*planes)
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.state_dict()
@@ -223,14 +220,16 @@ class FP8Tensor:
 
 def _format_of(blocks: Collection[Block]) -> Format:
     """The first format of matrices that has all of these planes."""
-    known = (each for each in get_args(Matrices) if set(blocks) <= set(FORMATS[each]))
-    return next(known, "fp8_block")
+    for format in get_args(Matrices):
+        if set(blocks) <= set(FORMATS[format]):
+            return format  # type: ignore[no-any-return]
+    return "fp8_block"
 
 
 def restored(tensors: Mapping[str, Tensor]) -> FP8Tensor:
-    """Unpickle a subclass that can't be loaded itself; pickle finds this function by its name."""
+    """Unpickle a weight of a group as an ``FP8Tensor``. Pickle finds this function by its name."""
     return FP8Tensor.from_state_dict(tensors)
 
 
-# So that torch.load(weights_only=True) accepts both; loaded planes are checked like any others.
+# So that torch.load(weights_only=True) accepts both. Loaded planes are checked like all others.
 torch.serialization.add_safe_globals([FP8Tensor, restored])

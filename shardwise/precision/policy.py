@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision: one frozen value that says in which format each of the three buffers is kept, and the
-rules by which a weight is stored in fp8. Names and shapes decide; no tensor is read."""
+"""``Precision``: the dtype or format of the three buffers of a parameter, and the rules that decide
+whether a weight is stored in fp8. Only names and shapes decide; no tensor is read."""
 
 from __future__ import annotations
 
@@ -42,80 +42,92 @@ _PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
     "mxfp8_2d": ("emulated", "native"),
     "fp8_block": ("fp8", "emulated"),
 }
-# Names of other libraries' recipes, and why there is none of that name.
+# Names of recipes in other libraries, and what to use instead or why there is nothing.
 _ELSEWHERE = {
     "blockwise": "'fp8_block' is that recipe",
     **dict.fromkeys(("nvfp4", "mxfp4"), "the GPUs that the kernels are for multiply no fp4"),
-} | dict.fromkeys(
-    ("fp8", "float8", "tensorwise", "rowwise", "delayed"),
-    "one scale for a whole tensor or row needs all its parts, which ranks hold; choose 'fp8_block'",
-)
+    **dict.fromkeys(
+        ("fp8", "float8", "tensorwise", "rowwise", "delayed"),
+        "one scale for a whole tensor or row would need all of it, and each rank holds only a "
+        "part; choose 'fp8_block'",
+    ),
+}
 
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
-    """The dtype that ``value`` names: ``None``, a torch floating dtype, or a short name."""
+    """The torch dtype that ``value`` names. ``value`` is a floating-point dtype, a short name or
+    None, which stays None."""
     if value is None:
         return None
     dtype = _NAMES.get(value) if isinstance(value, str) else value
-    known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-    if not known:
-        raise ValueError(
-            f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
-            f"16, 32 or 64 bits, or None to keep the parameter's own"
-            + (f"; or one of {_FORMATS}" if field == "weights" else "")
-            + (f". {value!r}: {_ELSEWHERE[value]}" if value in tuple(_ELSEWHERE) else "")
-        )
-    return dtype
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
+        return dtype
+    message = (
+        f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
+        f"16, 32 or 64 bits, or None to keep the parameter's own"
+    )
+    if field == "weights":
+        message += f"; or one of {_FORMATS}"
+    if isinstance(value, str) and value in _ELSEWHERE:
+        message += f". {value!r}: {_ELSEWHERE[value]}"
+    raise ValueError(message)
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """bf16, fp32, ...; torch's own name where there is no short one."""
+    """The short name of a dtype (bf16, fp32, ...), or torch's name if there is no short one."""
     names = {known: name for name, known in _NAMES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes in which weights are computed with, summed and kept; ``None`` keeps the
-    parameter's own dtype, except for ``main``.
+    """The dtypes and fp8 formats of weights, gradients, inputs and outputs.
+
+    Dtypes are short names (``"bf16"``, ``"fp16"``, ``"fp32"``, ``"fp64"``) or torch dtypes.
+    ``None`` keeps the parameter's own dtype, except in ``main``.
 
     Args:
-        weights: dtype of the compute weights that forward and backward read. ``"mxfp8"`` (one plane
-            of 1x32 blocks) and ``"mxfp8_2d"`` (32x32) store the weights of linear layers in MXFP8
-            where both sides are multiples of 32, and compute in bf16. ``"mxfp8_rowcol"`` has a
-            second plane of 32x1 blocks for backward: what hardware with MXFP8 products reads, and
-            what ``products="native"`` makes of ``"mxfp8"``. ``"fp8_block"`` (one plane of 128x128
-            blocks with fp32 scales; sides of 128 or more that are multiples of 16, of experts
-            multiples of 128) multiplies in fp8 too.
-            Embeddings are stored so where ``include`` names them, and with ``"fp8_block"`` output
-            heads; all other weights stay bf16. ``sw.precision_report(model)`` lists the choice and
-            its reasons.
-        reduce: dtype of gradients on the wire. ``None``: the dtype of ``weights``.
-        main: dtype of the main weights, their gradients and (through them) the optimizer state.
-            ``None``: fp32 for a trained parameter that came in bf16 or fp16 (as in Hugging Face
-            models), because those dtypes would round small steps away; any other parameter keeps
-            its own. The choice is made when the module is wrapped; ``.to(dtype)`` afterwards
-            changes main weights too.
-        outputs: dtype to which the floating-point outputs of a wrapped module are cast.
+        weights: the dtype of the compute weights, which forward and backward read, or a format that
+            stores the weights of linear layers in fp8:
+
+            - ``"mxfp8"``: 1x32 blocks. For weights whose sides are multiples of 32. Products are
+              computed in bf16.
+            - ``"mxfp8_2d"``: the same with 32x32 blocks.
+            - ``"mxfp8_rowcol"``: 1x32 blocks for forward, and 32x1 blocks for backward, as hardware
+              with MXFP8 products needs. ``"mxfp8"`` with ``products="native"`` becomes this.
+            - ``"fp8_block"``: 128x128 blocks with fp32 scales. For sides of 128 or more that are
+              multiples of 16, for experts multiples of 128. Products are computed in fp8.
+
+            Embeddings, and with ``"fp8_block"`` output heads, are stored in fp8 only if ``include``
+            names them. All other weights are bf16. ``sw.precision_report(model)`` lists how each
+            weight is stored, and why.
+        reduce: the dtype in which gradients are sent and summed. ``None``: that of ``weights``.
+        main: the dtype of main weights, of their gradients and thereby of the optimizer state.
+            ``None``: fp32 for trained parameters that are bf16 or fp16 when the module is wrapped
+            (as in Hugging Face models), because these dtypes would round small steps away. Other
+            parameters keep their dtype. A later ``.to(dtype)`` changes main weights too.
+        outputs: the dtype to which floating-point outputs of a wrapped module are cast.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
-        include, exclude: shell patterns of the parameters to store in fp8, by their names in the
-            module that is wrapped; ``exclude`` wins. ``"*"`` means every linear; an embedding is
-            included by any other pattern that matches its name: ``("*", "embedding.weight")``. An
-            embedding is kept as one plane of rows, which backward does not gather; an embedding
-            that is tied to a linear is stored as the linear is.
-        products: how weights in fp8 are multiplied. ``"emulated"`` (MXFP8's default): decoded to
-            bf16, on any device. ``"native"``: by hardware with MXFP8 products (compute capability
-            10.0), which rounds the activations to MXFP8 too: the numbers differ, so it is never a
-            default. ``"fp8"`` (the default of ``"fp8_block"``): activations and gradients are
-            rounded to fp8 in 1x128 blocks, and Hopper multiplies them; other devices give the same
-            numbers by decoding.
-        scales: of ``"fp8_block"``: ``"fp32"``, or ``"power_of_two"``, rounded up.
-        weight_gradient: with products in fp8, whether the weight's gradient is one of them
-            (``"fp8"``; activations are then saved for backward as codes) or ``"bf16"``.
-        gradients: ``"main"``: ``.grad`` has the dtype of the main weight. ``"computed"``: where one
-            rank has all of it and one backward brings it, ``.grad`` is the tensor that autograd
-            computed, in the dtype of ``weights``: the same values without a copy, in half of the
-            memory. For ``sw.optimizer``, whose steps read either; torch's own need ``"main"``.
+        include, exclude: shell patterns of the parameters to store in fp8, matched with their names
+            in the wrapped module. ``exclude`` wins. ``"*"`` means every linear, and no embedding:
+            ``("*", "embedding.weight")`` adds one. An embedding is stored as one plane of rows,
+            which backward does not gather. An embedding tied to a linear is stored like the linear.
+        products: how weights in fp8 are multiplied:
+
+            - ``"emulated"`` (default of MXFP8): weights are decoded to bf16, on any device.
+            - ``"native"``: by hardware with MXFP8 products (compute capability 10.0). Activations
+              are rounded to MXFP8 too, so the numbers differ. Therefore it is never a default.
+            - ``"fp8"`` (default of ``"fp8_block"``): activations and gradients are rounded to fp8
+              in 1x128 blocks, and Hopper multiplies them. Other devices decode, and get the same
+              numbers.
+        scales: the scales of ``"fp8_block"``: ``"fp32"``, or ``"power_of_two"``, rounded up.
+        weight_gradient: with products in fp8, how the weight's gradient is computed: ``"fp8"``
+            (activations are saved for backward as fp8 codes) or ``"bf16"``.
+        gradients: ``"main"``: ``.grad`` has the dtype of the main weight. ``"computed"``: if one
+            rank holds the whole gradient and one backward brings it, ``.grad`` is the tensor that
+            autograd computed, in the dtype of ``weights``. The values are the same, without a copy
+            and in half of the memory. ``sw.optimizer`` reads either; torch's optimizers need
+            ``"main"``.
     """
 
     weights: DtypeLike = None
@@ -133,31 +145,29 @@ class Precision:
     def __post_init__(self) -> None:
         if not isinstance(self.cast_inputs, bool):  # "no" would be true
             raise ValueError(f"Precision(cast_inputs={self.cast_inputs!r}): True or False")
-        known = _PRODUCTS[self.format] if self.format else ("emulated",)
-        if self.products not in (None, *known):
+        allowed = _PRODUCTS[self.format] if self.format else ("emulated",)
+        if self.products not in (None, *allowed):
             raise ValueError(
                 f"Precision(weights={self.weights!r}, products={self.products!r}): choose from "
                 + "; ".join(f"{', '.join(map(repr, p))} for {f!r}" for f, p in _PRODUCTS.items())
             )
         choices = {"scales": Scales, "weight_gradient": WeightGradient, "gradients": ShownGradients}
-        for field, kinds in choices.items():
-            value, default = getattr(self, field), get_args(kinds)[0]
-            if value not in get_args(kinds):
+        for field, literal in choices.items():
+            value, values = getattr(self, field), get_args(literal)
+            if value not in values:
+                raise ValueError(f"Precision({field}={value!r}): choose one of {', '.join(values)}")
+            if value != values[0] and self.format != "fp8_block" and field != "gradients":
                 raise ValueError(
-                    f"Precision({field}={value!r}): one of {', '.join(get_args(kinds))}"
-                )
-            if value != default and self.format != "fp8_block" and field != "gradients":
-                raise ValueError(
-                    f"Precision(weights={self.weights!r}, {field}={value!r}): a choice that only "
-                    f"weights='fp8_block' leaves"
+                    f"Precision(weights={self.weights!r}, {field}={value!r}): only "
+                    f"weights='fp8_block' has this choice; leave {field} out"
                 )
         for field in ("include", "exclude"):
-            object.__setattr__(self, field, patterns_of(getattr(self, field), field))
+            object.__setattr__(self, field, _patterns_of(getattr(self, field), field))
         for field in ("reduce", "main", "outputs"):
             object.__setattr__(self, field, as_dtype(getattr(self, field), field))
         if self.format is not None and not self.include:
             raise FP8Error(
-                f"include=(): nothing would be stored in {self.format}; leave it out (every "
+                f"include=(): nothing would be stored in {self.format}; leave include out (every "
                 f"linear), name weights, or choose weights='bf16'"
             )
         if self.format is None:
@@ -181,7 +191,7 @@ class Precision:
 
     @property
     def format(self) -> Matrices | None:
-        """The fp8 format of the weights of linear layers; None where they have a dtype."""
+        """The fp8 format of the weights of linear layers; None if they have a dtype."""
         if self.weights == "mxfp8" and self.products == "native":
             return "mxfp8_rowcol"
         return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
@@ -189,8 +199,9 @@ class Precision:
     @property
     def rounding(self) -> Rounding:
         """The rounding of the scales of weights in fp8."""
-        exact = self.format is not None and self.scales == "fp32"
-        return rounding_of(FORMATS[self.format]) if exact and self.format else "rceil"
+        if self.format is None or self.scales != "fp32":
+            return "rceil"
+        return rounding_of(FORMATS[self.format])
 
     @property
     def recipe(self) -> Recipe:
@@ -200,15 +211,15 @@ class Precision:
         return Recipe(self.rounding, self.weight_gradient)
 
     def names(self, name: str) -> bool:
-        """Whether a pattern of ``include`` means this weight in particular."""
-        return any(fnmatchcase(name, pattern) for pattern in self.include if pattern != _EVERYTHING)
+        """Whether a pattern of ``include`` other than ``"*"`` matches this name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.include if pattern != "*")
 
     def keeps_head(self, name: str) -> bool:
         """Whether an output head of this name stays in a dtype: fp8 products round too much."""
         return self.format is not None and "fp8" in _PRODUCTS[self.format] and not self.names(name)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
-        """Problems: the patterns that match no parameter, given all names in a model."""
+        """One problem for each pattern that matches none of ``names``, all names in a model."""
         return [
             f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
             for field, patterns in (("include", self.include), ("exclude", self.exclude))
@@ -218,7 +229,7 @@ class Precision:
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """The dtype in which weights are computed with: bf16 for weights in fp8."""
+        """The dtype that weights have in computations: bf16 for weights in fp8."""
         return torch.bfloat16 if self.format else as_dtype(self.weights, "weights")
 
     @property
@@ -257,18 +268,19 @@ def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The format of one parameter's compute weight."""
+    """How one parameter's compute weight is stored."""
 
     name: str
     shape: tuple[int, ...]
     format: Format | None  # None: stored in ``dtype``
-    dtype: torch.dtype  # the dtype that is computed in
+    dtype: torch.dtype  # the dtype of the weight in computations
     why: str  # under an fp8 precision: the reason why this weight stays in a dtype
-    products: str = ""  # how linear layers multiply by it, once its device is known
+    products: str = ""  # how linear layers multiply by the weight, once its device is known
 
 
-def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
-    """Shell patterns of whole parameter names; a single string would be read letter by letter."""
+def _patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
+    """Shell patterns of whole parameter names. A single string is refused: its letters would be
+    taken for patterns."""
     many = isinstance(value, Iterable) and not isinstance(value, str)
     patterns = tuple(value) if many else ()
     if not many or not all(isinstance(each, str) and each for each in patterns):
@@ -278,19 +290,21 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
-HEAD = "an output head"  # why a weight stays in a dtype
+# Reasons why a weight stays in a dtype, which other files look for.
+HEAD = "an output head"
 TILED = "it is a DTensor of tensor parallelism"
 
 
 def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
-    """A problem: ``rows`` are all parameters of a model, and none of them is stored in fp8."""
+    """A problem if none of ``rows``, all parameters of a model, is stored in fp8."""
     if format is None or not rows or any(row.format for row in rows):
         return []
     reasons = [f"'{row.name}' {list(row.shape)}: {row.why}" for row in rows]
     more = f", and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     return [
         f"nothing would be stored in {format} ({'; '.join(reasons[:4])}{more}): both sides of a "
-        f"weight are {sides_in(format)}. Change them or the patterns, or train with weights='bf16'"
+        f"weight must be {sides_in(format)}. Change the sides or the patterns, or train with "
+        f"weights='bf16'"
     ]
 
 
@@ -301,29 +315,30 @@ def ineligible(
     owners: Sequence[type[nn.Module]],
     head: bool = False,
 ) -> str | None:
-    """The reason why a weight is not stored in fp8; None if it is. ``exclude`` beats ``include``.
+    """The reason why a weight is not stored in fp8; None if it is.
 
-    ``head``: whether it makes the model's logits, which fp8 products round too much by default.
+    ``owners``: the classes of the modules that register the weight. ``head``: whether the weight
+    makes the model's logits, which fp8 products round too much by default.
     """
     for pattern in precision.exclude:
         if fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
-    wanted, format = precision.include, precision.format
+    include, format = precision.include, precision.format
     assert format is not None, "a precision with weights in fp8"
-    if not any(fnmatchcase(name, pattern) for pattern in wanted):
-        return f"not in include={wanted}"
-    # A norm, for one, neither multiplies by a decoded matrix nor looks rows up.
+    if not any(fnmatchcase(name, pattern) for pattern in include):
+        return f"not in include={include}"
+    # Other modules, such as norms, neither multiply by a decoded matrix nor look rows up.
     others = sorted(
         {owner.__name__ for owner in owners if not _multiplies(owner) and not _looks_up(owner)}
     )
     if others:
         return f"read by {', '.join(others)}, not only by linears"
     if any(map(_looks_up, owners)) and not precision.names(name):
-        return f"read by an embedding; include={(*wanted, name)} stores it too"
+        return f"read by an embedding; include={(*include, name)} stores it too"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     if head and precision.keeps_head(name):
-        return f"{HEAD}; include={(*wanted, name)} stores it too, and multiplies in fp8"
+        return f"{HEAD}; include={(*include, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
     sides, blocks = shape[-2:] if stack else shape, FORMATS[format]
@@ -337,17 +352,15 @@ def ineligible(
 
 
 def sides_in(format: Matrices) -> str:
-    """The sides that linear layers' weights have in a format, in words."""
+    """The sides that weights of linear layers must have in a format, in words."""
     step, side = step_of(FORMATS[format]), side_of(FORMATS[format])
     return f"multiples of {step}" + (f", {side} or more" if step < side else "")
 
 
 def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:
-    """The format of a weight in fp8; one that only embeddings read serves no backward."""
+    """The format of a weight in fp8. If only embeddings read the weight, backward does not, and
+    the format has no plane for backward."""
     return LOOKUPS[matrices] if all(map(_looks_up, owners)) else matrices
-
-
-_EVERYTHING = "*"  # names no weight in particular: embeddings must be named
 
 
 def _looks_up(owner: type[nn.Module]) -> bool:

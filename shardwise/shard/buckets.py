@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: the parameters of a model that share a flat buffer, and their places in it.
+"""Buckets: the parameters of a model that share a flat buffer, and their places in the buffer.
 
-Pure arithmetic, the same on every rank. Parameters are given in backprop order, and a bucket is
-reduced once its last gradient is there, so buckets are listed in the order of their completion.
+Pure arithmetic, the same on every rank. Parameters are given in backprop order. A bucket is reduced
+once its last gradient has come, so buckets are listed in the order of their completion.
 
-A matrix optimizer needs whole matrices, and shards are equal. So matrices of one size and one cost
-are arranged in *rows*, one matrix for each of the N shards: nothing is padded, and no rank computes
-more than another. A matrix that finds its row full waits for the next row; a bucket is full when it
-has ``bucket_size`` elements:
+A matrix optimizer needs whole matrices, and shards have equal sizes. So matrices of equal size and
+cost are arranged in *rows*, one matrix for each of the N shards. Nothing is padded, and all ranks
+compute equally much. A matrix for which the row is full starts the next row. A bucket is full when
+it has ``bucket_size`` elements:
 
     4 shards, backprop order  g0 q0 k0 g1 q1 k1 ..       (gate, query, key of a layer)
 
@@ -16,29 +16,32 @@ has ``bucket_size`` elements:
     shard 2  | g2    | q2  | k2 |
     shard 3  | g3    | q3  | k3 |
 
-Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole in one
-bucket, with the last rows of some sizes where all pad less so: small matrices fill the gaps beside
-large ones. A parameter that may be cut anywhere (an embedding) fills the shards that they leave:
+Matrices that fill no row (the end of the model, a prime number of ranks) are packed whole into one
+bucket. The last rows of some sizes join them if the padding is then smaller: small matrices fill
+the gaps beside large ones. A parameter that may be cut anywhere (an embedding) fills shards that
+are still empty:
 
     shard 0  | g4          |
     shard 1  | q4   | k4 ..|
     shard 2  | embedding   |
     shard 3  | embedding ..|
 
-So all matrices are whole, by one rule. ``grain="tensor"`` promises it: the bucket may be all of the
-model, and padding an eighth, and beyond that the promise is refused. By default padding may be a
-thirty-second, and a bucket 55 % of all matrices: a bucket has N shards, each as long as its longest
-matrix, and is reduced once its last gradient is there, so that in one bucket of the whole model
-nothing would overlap with backward. Beyond, matrices are cut.
+In this way all matrices are whole, at the price of a large bucket and of padding:
 
-Every matrix is then cut in k equal parts (grain ``tensor/k``) where there are fewer than N of its
-size or a row of them is too large, and a bucket holds N/k matrices; k is as small as possible. The
-optimizer brings the parts of one matrix together.
+- By default a bucket may have 55 % of all matrices, and padding may be 1/32. A bucket has N shards,
+  each as long as its longest matrix, and is reduced once its last gradient has come. With one
+  bucket for the whole model no reduction would overlap with backward.
+- ``grain="tensor"`` promises whole matrices. The bucket may have the whole model, and padding may
+  be 1/8. Beyond that, the promise is refused.
+
+Beyond the default limits, matrices are cut: in k equal parts (grain ``tensor/k``) if there are
+fewer than N matrices of a size, or if a row of them is too large. A bucket then holds N/k matrices,
+and k is as small as possible. The optimizer gathers the parts of a matrix.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
-What is in no row then is packed whole where that pads little, else cut by rows, else by elements.
-A stack ``[experts, out, in]`` may be cut between its matrices, which keeps them whole.
+Matrices that fill no row of parts are packed whole if that pads little, else cut by rows, else by
+elements. A stack ``[experts, out, in]`` may be cut between its matrices, which keeps them whole.
 """
 
 from __future__ import annotations
@@ -61,22 +64,23 @@ from shardwise.layout import (
     tensor_fraction,
 )
 
-# To keep matrices whole, a bucket may be so large a part of all matrices: one bucket is reduced
-# while backward fills the next.
+# The largest part of all matrices that one bucket may have to keep matrices whole, so that one
+# bucket is reduced while backward fills the next.
 LARGEST_WHOLE = 0.55
-# Several rows, or parts of matrices, share a bucket while this many remain ...
+# Rows, or parts of matrices, share a bucket as long as about this many buckets remain ...
 MANY_BUCKETS = 8
-# ... and up to this many times ``bucket_size``: the gradients of a bucket are alive at once.
+# ... and up to this many times ``bucket_size``: all gradients of a bucket are in memory at once.
 LARGEST_BUCKET = 8
-# A row of so few elements takes no time to send: its matrices stay whole however small a bucket is.
+# A row of at most so many elements takes no time to send, so its matrices are never cut.
 SMALL_ROW = 1 << 20
-LITTLE_PADDING = 64  # 1/64 of all matrices is little
-WHOLE_PADDING = 32  # matrices stay whole where that pads at most 1/32 of them
-PROMISED_PADDING = 8  # with a promise, where that pads at most 1/8 of them
-CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
-BLOCK_PADDING = 16  # cut blocks are gathered as bf16, twice the bytes: 1/16 may be padding instead
-MOST_TRIED = 12  # choices of rows that leftovers may join, so that all pad less
-MOST_FILL = 2  # parameters that fill a bucket, at most
+# The largest padding, as 1/n of all matrices:
+LITTLE_PADDING = 64  # counts as little
+WHOLE_PADDING = 32  # to keep matrices whole
+PROMISED_PADDING = 8  # to keep matrices whole with grain="tensor"
+CUT_PADDING = 128  # of a matrix in equal parts, or of a bucket that is cut by rows
+BLOCK_PADDING = 16  # of a bucket, to keep fp8 blocks whole: cut blocks are sent as bf16
+MOST_TRIED = 12  # choices of rows that may join the matrices that fill no row
+MOST_FILL = 2  # parameters that fill empty shards of one bucket
 
 
 @dataclass(frozen=True)
@@ -93,21 +97,22 @@ class Bucket:
 
 
 def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> list[Bucket]:
-    """Buckets for parameters that may be cut anywhere: neighbours in backprop order, no padding; or
-    a little, where that leaves the blocks of fp8 whole."""
-    loose = [replace(item, grain=ELEMENT) for item in items]
-    whole = [_cut_between_blocks(item) for item in items]
+    """Buckets for parameters that may be cut anywhere: neighbours in backprop order, without
+    padding, or with a little padding that keeps fp8 blocks whole."""
+    by_elements = [replace(item, grain=ELEMENT) for item in items]
+    by_blocks = [_cut_between_blocks(item) for item in items]
     buckets = []
-    for part in _in_order(items, bucket_size):
-        bucket = _planned(whole, part, num_shards)
+    for members in _in_order(items, bucket_size):
+        bucket = _planned(by_blocks, members, num_shards)
         if bucket.layout.padding > max(bucket.layout.payload // BLOCK_PADDING, CHEAP_PADDING):
-            bucket = _planned(loose, part, num_shards)
+            bucket = _planned(by_elements, members, num_shards)
         buckets.append(bucket)
     return buckets
 
 
 def _cut_between_blocks(item: Item) -> Item:
-    """The parameter, to be cut anywhere but for its blocks; a stack is cut between its matrices."""
+    """The parameter with a grain that keeps its fp8 blocks whole, or the matrices of a stack; by
+    elements if it has no blocks."""
     rows = Grain("rows", item.side if len(item.shape) < 3 else 1)
     return replace(item, grain=rows if item.side > 1 else ELEMENT)
 
@@ -124,20 +129,21 @@ def plan_matrices(
     """Buckets for matrices, whose grains say what must stay together for their optimizer.
 
     Args:
-        items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
-        costs: the optimizer's work for each matrix; shards are balanced by it.
-        bucket_size: number of elements from which a bucket is large enough to be sent.
-        fill: parameters that may be cut anywhere, in backprop order. A bucket that they fill has
-            them among its members, counted on from the matrices.
-        grain: "tensor": raise rather than cut a matrix; ROW: cut it rather than make a bucket much
-            larger than ``bucket_size``.
+        items: matrices in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E
+            matrices.
+        costs: the optimizer's work for each matrix, by which shards are balanced.
+        bucket_size: number of elements from which on a bucket is large enough to be sent.
+        fill: parameters that may be cut anywhere, in backprop order. If they fill a bucket, its
+            members include them, numbered after the matrices.
+        grain: "tensor": raise instead of cutting a matrix. ROW: cut a matrix instead of making a
+            bucket much larger than ``bucket_size``.
     """
     assert len(items) == len(costs) and num_shards > 0 and bucket_size > 0
     total = sum(item.numel for item in items)
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
     share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
     largest = max(limit, int(total * share))
-    filler = [_cut_between_blocks(one) for one in fill]
+    filler = [_cut_between_blocks(item) for item in fill]
     little, modest, promised = (
         max(total // fraction, CHEAP_PADDING)
         for fraction in (LITTLE_PADDING, WHOLE_PADDING, PROMISED_PADDING)
@@ -147,7 +153,7 @@ def plan_matrices(
         kind if kind is not None and item.grain.count % kind.parts == 0 else None
         for item, kind in zip(items, cut, strict=True)
     ]
-    # All whole; then what is in no row.
+    # First with all matrices whole; then with cut rows, and the matrices that fill no row whole.
     for kinds, fillers, allowed, tries in (
         (uncut, filler, promised if grain == "tensor" else modest, MOST_TRIED),
         (cut, [], little, 1),
@@ -159,10 +165,11 @@ def plan_matrices(
                 return _built(items, kept, num_shards)
             size = sum(items[index].numel for index in members)
             padding = num_shards * max(items[index].grain_size for index in members) - size
-            if size <= largest and padding - sum(one.numel for one in fillers) <= allowed:
+            if size <= largest and padding - sum(item.numel for item in fillers) <= allowed:
                 packed = _packed([*items, *fillers], costs, members, num_shards, little)
                 padding = packed.layout.padding
-                # The smallest bucket that pads little; else modestly; else the one that pads least.
+                # Choices come smallest bucket first. Take the first that pads little, else the
+                # first that pads modestly, else the one that pads least.
                 grade = 0 if padding <= little else max(padding, modest)
                 if padding <= allowed and (best is None or grade < best[0]):
                     best = grade, kept, packed
@@ -173,12 +180,12 @@ def plan_matrices(
             return _built(items, best[1], num_shards, best[2])
         if grain == "tensor":
             raise ValueError(
-                f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad them "
-                f"by {100 * least / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer "
-                f"ranks, or leave grain out, so that matrices may lie on several ranks"
+                f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad "
+                f"buckets by {100 * least / total:.0f} %, over {100 // PROMISED_PADDING} %: use "
+                f"fewer ranks, or leave grain out, so that matrices may lie on several ranks"
             )
-    parts = _in_order([items[index] for index in loose], bucket_size)
-    rest = [_cut_anywhere(items, [loose[index] for index in part], num_shards) for part in parts]
+    runs = _in_order([items[index] for index in loose], bucket_size)
+    rest = [_cut_anywhere(items, [loose[index] for index in run], num_shards) for run in runs]
     return _built(items, kept, num_shards, *rest)
 
 
@@ -187,7 +194,7 @@ def plan_matrices(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Matrices that may stand in one row, each in ``parts`` parts."""
+    """Equal matrices, which may be in one row, each in ``parts`` parts."""
 
     numel: int
     cost: int
@@ -195,11 +202,11 @@ class _Kind:
     parts: int
 
 
-_Row: TypeAlias = tuple[_Kind, list[int]]  # and its members
+_Row: TypeAlias = tuple[_Kind, list[int]]  # (kind, members)
 
 
 def _in_rows(kinds: Sequence[_Kind | None], num_shards: int) -> tuple[list[_Row], list[int]]:
-    """Rows, in the order in which they are full, and what is in no full row."""
+    """(full rows, in the order in which they become full; the matrices in no full row)."""
     queues: defaultdict[_Kind | None, list[int]] = defaultdict(list)
     rows: list[_Row] = []
     for index, kind in enumerate(kinds):
@@ -212,23 +219,26 @@ def _in_rows(kinds: Sequence[_Kind | None], num_shards: int) -> tuple[list[_Row]
 def _choices(
     rows: Sequence[_Row], loose: Sequence[int], tries: int, bucket_size: int, limit: int
 ) -> Iterator[tuple[list[list[_Row]], list[int]]]:
-    """Buckets of rows, and the members of one bucket more: what is in no row, alone; with the last
-    rows of some kinds, fewest elements first; at the end all in one. A bucket of rows that is not
-    large enough to be sent joins them, or is one of its own."""
-    number = Counter(kind for kind, _ in rows)
+    """Choices of (buckets of rows, members of one more bucket).
+
+    The one more bucket has the matrices in no row: first alone, then with the last rows of some
+    kinds, fewest elements first, at last with all rows. If the last rows do not fill a bucket, they
+    join it too, or are a bucket by themselves.
+    """
+    num_rows = Counter(kind for kind, _ in rows)
     sizes = {kind: _size([(kind, row)]) for kind, row in rows}
-    kinds = list(number)
-    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # elements and kinds of joined rows
+    kinds = list(num_rows)
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # (elements, kinds) of rows that join
     for _ in range(tries):
         if not waiting:
             return
         size, joined = heapq.heappop(waiting)
-        keep = number - Counter(kinds[position] for position in joined)
+        to_keep = num_rows - Counter(kinds[position] for position in joined)
         kept: list[_Row] = []
         members = list(loose)
         for kind, row in rows:
-            if keep[kind]:
-                keep[kind] -= 1
+            if to_keep[kind]:
+                to_keep[kind] -= 1
                 kept.append((kind, row))
             else:
                 members += row
@@ -237,7 +247,7 @@ def _choices(
             yield buckets, sorted(members + [index for _, row in small for index in row])
         yield [*buckets, small] if small else buckets, sorted(members)
         for position in range(joined[-1] if joined else 0, len(kinds)):
-            if joined.count(position) < number[kinds[position]]:
+            if joined.count(position) < num_rows[kinds[position]]:
                 heapq.heappush(waiting, (size + sizes[kinds[position]], (*joined, position)))
     if tries > 1:
         yield [], sorted([*loose, *(index for _, row in rows for index in row)])
@@ -246,8 +256,8 @@ def _choices(
 def _in_buckets(
     rows: Sequence[_Row], bucket_size: int, limit: int
 ) -> tuple[list[list[_Row]], list[_Row]]:
-    """The rows of each bucket, and those that are not large enough for one. Cut matrices have a
-    bucket for each row."""
+    """(the rows of each bucket, the last rows if they do not fill a bucket). Each row of cut
+    matrices is a bucket."""
     buckets: list[list[_Row]] = []
     small: list[_Row] = []
     for row in rows:
@@ -276,38 +286,39 @@ def _kinds(
     limit: int,
     largest: int,
 ) -> list[_Kind | None]:
-    """The kind of row that each matrix fits in; None where a matrix fits in no row."""
+    """The kind of row that each matrix fits in; None for a matrix that fits in no row."""
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
-    found: list[_Kind | None] = [None] * len(items)
+    kinds: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
-        row, first = num_shards * numel, items[members[0]]
-        fits = num_shards == 1 or row <= max(largest, SMALL_ROW)
-        # The matrices of a stack are whole in parts of it too, and the bucket is smaller.
-        parts = _fewest_parts(first, len(members), num_shards, limit) if row > limit else 0
-        apart = parts > 0 and first.grain.count % parts == 0
-        if num_shards <= len(members) and fits and not apart:
+        row_size, first = num_shards * numel, items[members[0]]
+        fits = num_shards == 1 or row_size <= max(largest, SMALL_ROW)
+        # A stack that is cut between its matrices keeps them whole, and makes a smaller bucket.
+        parts = _fewest_parts(first, len(members), num_shards, limit) if row_size > limit else 0
+        cut_between = parts > 0 and first.grain.count % parts == 0
+        if num_shards <= len(members) and fits and not cut_between:
             for index in members:
-                found[index] = _Kind(numel, cost, (), 1)
+                kinds[index] = _Kind(numel, cost, (), 1)
             continue
         for shape, alike in _grouped([items[index].shape for index in members]).items():
             parts = _fewest_parts(items[members[alike[0]]], len(alike), num_shards, limit)
             copies = num_shards // max(parts, 1)
             if parts and 2 * copies * numel >= bucket_size:
                 for position in alike:
-                    found[members[position]] = _Kind(numel, cost, shape, parts)
-    return found
+                    kinds[members[position]] = _Kind(numel, cost, shape, parts)
+    return kinds
 
 
 def _grouped(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
     """Positions by key, in order of first appearance."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for position, key in enumerate(keys):
-        found.setdefault(key, []).append(position)
-    return found
+        groups.setdefault(key, []).append(position)
+    return groups
 
 
 def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
-    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards; 0: none."""
+    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards; 0 if there is
+    none."""
     for parts in range(2, num_shards + 1):
         copies = num_shards // parts
         if num_shards % parts or copies > count or (copies > 1 and copies * item.numel > limit):
@@ -327,8 +338,8 @@ def _built(
 
 
 def _bucket_of(items: Sequence[Item], rows: Sequence[_Row], num_shards: int) -> Bucket:
-    """The bucket of rows, one after the other: member j of a row on shard j, or, if it is cut in
-    ``parts``, on as many shards from ``parts * j`` on."""
+    """A bucket with these rows, one after the other. Member j of a row lies on shard j, or, if it
+    is cut, on ``parts`` shards from ``parts * j`` on."""
     firsts = [(kind, items[row[0]]) for kind, row in rows]
     lengths = [
         _aligned(tensor_fraction(kind.parts).size(item.shape) if kind.parts > 1 else item.room)
@@ -344,15 +355,15 @@ def _bucket_of(items: Sequence[Item], rows: Sequence[_Row], num_shards: int) -> 
             placed[index] = item, place * kind.parts * size + offset
         offset += length
     members = tuple(sorted(placed))
-    found, starts = zip(*(placed[index] for index in members), strict=True)
-    return Bucket(members, Layout(found, num_shards, size, starts))
+    in_order, starts = zip(*(placed[index] for index in members), strict=True)
+    return Bucket(members, Layout(in_order, num_shards, size, starts))
 
 
-# ------------------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------------------ without rows
 
 
 def _in_order(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
-    """Runs of neighbours; a run ends as soon as it is large enough."""
+    """Runs of neighbours. A run ends as soon as it has ``bucket_size`` elements."""
     runs: list[list[int]] = []
     size = bucket_size
     for index, item in enumerate(items):
@@ -375,37 +386,39 @@ def _packed(
     num_shards: int,
     budget: int,
 ) -> Bucket:
-    """The bucket of whole matrices, as balanced in cost as the size of its shards allows. What
-    comes after the matrices among ``items`` fills it where it would pad more than the budget:
-    latest first, because such a bucket is complete late."""
+    """A bucket of whole matrices, as balanced in cost as the size of its shards allows.
+
+    If the bucket would pad more than the budget, ``items`` behind the matrices fill it: the latest
+    in backprop order first, because such a bucket is complete late.
+    """
     bucket = _planned(items, members, num_shards)
     filled = list(members)
     for index in reversed(range(len(costs), len(items))):
         gap = bucket.layout.padding
         if gap <= budget or len(filled) == len(members) + MOST_FILL:
             break
-        if items[index].numel * 8 > gap:  # a small one fills nothing
+        if items[index].numel * 8 > gap:  # small parameters would fill little
             filled.append(index)
             other = _planned(items, sorted(filled), num_shards)
-            bucket = min(bucket, other, key=lambda one: one.layout.padding)
+            bucket = min(bucket, other, key=lambda bucket: bucket.layout.padding)
     return _balanced(items, costs, bucket)
 
 
 def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bucket:
-    """The bucket with its matrices in other shards, where their costs are more even; what fills it
-    lies in the last shards."""
+    """The bucket with its matrices moved between shards so that costs are more even, and with other
+    parameters in the last shards. The same bucket if its matrices do not fit so."""
     num_shards, size = bucket.layout.num_shards, bucket.layout.shard_size
     matrices = [index for index in bucket.members if index < len(costs)]
     if any(items[index].grain_size < items[index].numel for index in matrices) or size % ALIGNMENT:
-        return bucket  # stacks span several shards: their costs are as balanced as their bytes
+        return bucket  # stacks span several shards: costs are as balanced as bytes
     starts, end = {}, num_shards * size
     for index in bucket.members[len(matrices) :]:
         end -= _aligned(items[index].room)
         starts[index] = end
     free = [min(size, end - shard * size) for shard in range(num_shards)]
-    # The least loaded shard first, of these the emptiest.
+    # (load, -free elements, shard): the least loaded shard first, among equals the emptiest.
     heap = [(0, -free[shard], shard) for shard in range(num_shards)]
-    least = min(items[index].numel for index in matrices)
+    smallest = min(items[index].numel for index in matrices)
     for index in sorted(matrices, key=lambda i: (-costs[i], -items[i].numel, i)):
         full: list[tuple[int, int, int]] = []
         while heap and -heap[0][1] < items[index].numel:
@@ -416,22 +429,20 @@ def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bu
         starts[index] = min((shard + 1) * size, end) - free[shard]
         free[shard] -= _aligned(items[index].room)
         for entry in (*full, (load + costs[index], -free[shard], shard)):
-            if -entry[1] >= least:
+            if -entry[1] >= smallest:
                 heapq.heappush(heap, entry)
     addresses = tuple(starts[index] for index in bucket.members)
     return Bucket(bucket.members, Layout(bucket.layout.items, num_shards, size, addresses))
 
 
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
-    """The bucket cut by rows, or between matrices of a stack; by elements if that pads too much."""
-    by_rows = [
-        replace(item, grain=ROW if len(item.shape) < 3 else item.grain)
-        for item in (items[index] for index in members)
-    ]
+    """A bucket that is cut by rows, and between matrices of a stack; by elements if that pads too
+    much."""
+    chosen = [items[index] for index in members]
+    by_rows = [item if len(item.shape) > 2 else replace(item, grain=ROW) for item in chosen]
     layout = plan(by_rows, num_shards)
     if layout.padding * CUT_PADDING > layout.payload:
-        anywhere = [replace(item, grain=ELEMENT) for item in by_rows]
-        layout = plan(anywhere, num_shards)
+        layout = plan([replace(item, grain=ELEMENT) for item in chosen], num_shards)
     return Bucket(tuple(members), layout)
 
 

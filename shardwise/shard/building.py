@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building a unit: planned buffers become groups, and the groups a unit of the modules.
+"""``Wrapping``: the checks of one wrapping call, and the unit that it makes of planned buffers.
 
-``fully_shard`` and ``data_parallel`` decide which parameters share a buffer; both check and wrap
-here.
+``fully_shard`` and ``data_parallel`` decide which parameters share a buffer. Everything else that
+the two calls do is in this class.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwise.precision.fp8_tensor import Format
 from shardwise.shard.checks import (
     described,
     experts_axis,
+    experts_text,
     held_by,
-    share_of,
     warn_of_views,
     wrapping_problems,
 )
-from shardwise.shard.formats import stored_as, tell_of_decoding
+from shardwise.shard.formats import stored_as, warn_of_decoding
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.initial_values import checksum, same_values
@@ -41,17 +41,19 @@ from shardwise.tile import tile_of
 
 
 class PlannedBuffer(NamedTuple):
-    """Parameters that will share a buffer: positions in a list of all, and their layout."""
+    """Parameters that will share a buffer, as positions among all parameters of the call."""
 
     members: tuple[int, ...]
     layout: Layout
     format: Format | None
-    home: DeviceMesh  # the mesh that the parameters are spread over
+    home: DeviceMesh  # the mesh that the parameters are sharded over
 
 
 class Wrapping:
-    """The modules of one call, their parameters, and how these will be spread and stored: all is
-    checked, on all ranks, before anything changes."""
+    """The modules and parameters of one wrapping call, with the mesh and format of each parameter.
+
+    Order of calls: ``spread``, ``refuse``, ``install``. Only ``install`` changes anything.
+    """
 
     def __init__(
         self,
@@ -68,71 +70,78 @@ class Wrapping:
         self.found = find_parameters(self.roots, self.ignored)
         self.buffers = own_buffers(self.roots)
         self.held = held_by(self.found, self.buffers)
-        if not all(f.local.is_meta for f in self.found):  # else there is nothing to view
+        if not all(f.local.is_meta for f in self.found):  # meta tensors share no memory
             warn_of_views(self.found, own_buffers(self.roots, attributes=True), mesh)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
         self.stored = [stored_as(f, precision) for f in self.found]
 
     def spread(self, meshes: Any) -> list[str]:
-        """Give some parameters a mesh of their own, by patterns of names. Returns the problems."""
-        patterns = meshes if isinstance(meshes, Mapping) else {}
-        problems = [] if meshes in (None, patterns) else [
-            f"meshes={meshes!r}: a mapping from name patterns to meshes"
-        ]  # fmt: skip
-        for pattern, home in patterns.items():
-            here = [number for number, f in enumerate(self.found) if _matches(f.name, pattern)]
-            for name in [self.found[number].name for number in here]:
+        """Give the parameters that match patterns of ``meshes`` other meshes; return problems."""
+        if meshes is None:
+            return []
+        if not isinstance(meshes, Mapping):
+            return [f"meshes={meshes!r}: pass a mapping from name patterns to meshes"]
+        problems: list[str] = []
+        for pattern, home in meshes.items():
+            positions = [i for i, f in enumerate(self.found) if _matches(f.name, pattern)]
+            for name in [self.found[position].name for position in positions]:
                 if not isinstance(home, DeviceMesh):
                     problems.append(f"meshes gives '{name}' {home!r}, which is no DeviceMesh")
                 elif home.get_coordinate() is None:
                     problems.append(f"this rank is not part of the mesh {home} of '{name}'")
-            if not here:
+            if not positions:
                 problems.append(f"meshes: {pattern!r} matches no parameter")
-            for number in here if not problems else ():
-                if self.homes[number] not in (self.mesh, home):
-                    name = self.found[number].name
-                    problems.append(f"'{name}' matches two patterns of meshes; narrow one")
-                self.homes[number] = home
-            self.buffers = [one for one in self.buffers if not _matches(one[0], pattern)]
+            for position in positions if not problems else ():
+                if self.homes[position] not in (self.mesh, home):
+                    name = self.found[position].name
+                    problems.append(f"'{name}' matches two patterns of meshes; narrow one of them")
+                self.homes[position] = home
+            self.buffers = [(n, b) for n, b in self.buffers if not _matches(n, pattern)]
         return problems
 
     @cached_property
     def ranks(self) -> dict[DeviceMesh, Ranks]:
-        """By home; the axis of experts that are spread is known with it."""
+        """This rank's place on each mesh, and the axis of spread experts on that mesh."""
         pairs = list(zip(self.found, self.homes, strict=True))
         return {
-            home: Ranks(home, experts_axis([f for f, at in pairs if at == home]))
-            for home in dict.fromkeys([self.mesh, *self.homes])
+            mesh: Ranks(mesh, experts_axis([f for f, home in pairs if home == mesh]))
+            for mesh in dict.fromkeys([self.mesh, *self.homes])
         }
 
     def num_shards(self, home: DeviceMesh) -> int:
-        """Into how many shards main weights are cut over a mesh."""
+        """The number of shards of main weights over a mesh."""
         return self.ranks[home].num_shards(self.placements.main)
 
     def refuse(self, problems: Sequence[str], options: str, notes: Sequence[str]) -> None:
-        """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
-        ranks wrap different things. ``notes``: a text for each parameter, beside what it is. The
-        same exchange says whether all ranks have the same values."""
-        every = list(zip(self.found, self.homes, strict=True))
-        meshes = list(self.ranks)
-        found = wrapping_problems(self.roots, every, meshes, self.placements, self.held)
+        """Raise on all ranks if any rank has a problem, or if ranks wrap different things.
+
+        ``problems`` are those that only one of the two calls can have; all others are found here.
+        ``options`` and ``notes`` (one for each parameter) must be equal on all ranks too. The same
+        exchange finds out whether all ranks have the same values (``alike``).
+        """
+        pairs = list(zip(self.found, self.homes, strict=True))
+        all_problems = wrapping_problems(
+            self.roots, pairs, list(self.ranks), self.placements, self.held
+        )
         native = native_problem(self.device) if self.precision.products == "native" else None
-        found += [] if native is None else [f"Precision(products='native'): {native}"]
-        mine = [f"{self.placements} {self.precision} {options}"]
-        for (f, home), one, note in zip(every, self.stored, notes, strict=True):
-            share = share_of(f) if home == self.mesh else ""  # elsewhere ranks have other experts
-            mine.append(f"{described(f, one)} {note} {share}")
-        mine += [f"buffer {name} {list(one.shape)} {one.dtype}" for name, one in self.buffers]
-        found += problems
-        values = [f.local for f, home in every if home == self.mesh]
-        values += [one for _, one in self.buffers]
+        if native is not None:
+            all_problems.append(f"Precision(products='native'): {native}")
+        all_problems += problems
+        lines = [f"{self.placements} {self.precision} {options}"]
+        for (f, home), stored, note in zip(pairs, self.stored, notes, strict=True):
+            # The ranks of another mesh hold other experts.
+            experts = experts_text(f) if home == self.mesh else ""
+            lines.append(f"{described(f, stored)} {note} {experts}")
+        lines += [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in self.buffers]
+        values = [f.local for f, home in pairs if home == self.mesh]
+        values += [buffer for _, buffer in self.buffers]
         self.alike = raise_together(
             self.verb,
-            found,
-            mine,
+            all_problems,
+            lines,
             self.ranks[self.mesh].axes,
             same="wrap the same module",
-            facts=[checksum(value) for value in values] if not found else None,
+            facts=[checksum(value) for value in values] if not all_problems else None,
         )
 
     def install(
@@ -147,22 +156,23 @@ class Wrapping:
     ) -> None:
         """Make a unit of the modules, with the same values on every rank.
 
-        ``divisors`` of the gradients' sum, by home, where these are not the number of ranks.
-        ``options`` are the unit's own.
+        ``divisors``: what to divide the sum of gradients by, for meshes where this is not the
+        number of ranks. ``options`` are passed to the unit.
         """
-        values: dict[int, Tensor] = {}
-        for home, over in self.ranks.items():
-            chosen = [position for position, other in enumerate(self.homes) if other == home]
-            named = [(self.found[position].name, self.found[position].local) for position in chosen]
-            beside = self.buffers if home == self.mesh else []
-            if home == self.mesh and self.alike:
+        values: dict[int, Tensor] = {}  # by position
+        for mesh, ranks in self.ranks.items():
+            positions = [position for position, home in enumerate(self.homes) if home == mesh]
+            named = [(self.found[i].name, self.found[i].local) for i in positions]
+            if mesh != self.mesh:
+                same = same_values(named, ranks, self.device)
+            elif self.alike:
                 same = [value for _, value in named]
             else:
-                same = same_values(named, over, self.device, beside)
-            values.update(zip(chosen, same, strict=True))
-        tiles = [tile_of(one.parameter, at) for one, at in zip(self.found, self.homes, strict=True)]
+                same = same_values(named, ranks, self.device, self.buffers)
+            values.update(zip(positions, same, strict=True))
+        tiles = [tile_of(f.parameter, home) for f, home in zip(self.found, self.homes, strict=True)]
         groups: list[Group] = []
-        where: dict[int, tuple[int, int]] = {}  # by position: group, index
+        where: dict[int, tuple[int, int]] = {}  # by position: (group, index in the group)
         for buffer in buffers:
             for index, position in enumerate(buffer.members):
                 where[position] = (len(groups), index)
@@ -181,21 +191,22 @@ class Wrapping:
             groups.append(group)
         places = [
             (parameters, local, *where[position])
-            for position, one in enumerate(self.found)
-            for parameters, local in one.places
+            for position, f in enumerate(self.found)
+            for parameters, local in f.places
         ]
-        name = type(self.roots[0]).__name__ if self.roots else "empty"
+        name = type(self.roots[0]).__name__
         unit = kind(name, self.roots, groups, places, precision=self.precision, **options)
-        unit.stored = {where[position]: one for position, one in enumerate(self.stored)}
+        unit.stored = {where[position]: stored for position, stored in enumerate(self.stored)}
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
-        for one in self.ignored:
-            setattr(one, LEFT_ALONE, True)
-        if any(one.format for one in self.stored):
-            tell_of_decoding(self.precision, self.device, self.mesh)
+        for parameter in self.ignored:
+            setattr(parameter, LEFT_ALONE, True)
+        if any(stored.format for stored in self.stored):
+            warn_of_decoding(self.precision, self.device, self.mesh)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A pattern for names of parameters or of modules above them, or a part of such a name."""
+    """Whether a pattern matches the name of a parameter or of a module above it, or is a part of
+    such a name between dots."""
     below = fnmatch.fnmatchcase(name, f"{pattern}.*") or f".{pattern}." in f".{name}"
     return below or fnmatch.fnmatchcase(name, pattern)

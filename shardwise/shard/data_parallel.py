@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``data_parallel``: a whole model in buckets, its optimizer's work spread over the ranks.
+"""``data_parallel``: packs a whole model into buckets and divides the optimizer's work among ranks.
 
 model --> parameters in backprop order --> matrices | the rest, by dtype, format, trainability, mesh
       --> buckets, each one flat buffer --> the same groups and phases as under ``fully_shard``
 
-    rank 0   main |q0 k0|         gradients reduce-scattered bucket by bucket while backward runs
-    rank 1   main       |q1 k1|   the step updates what a rank owns, whole matrices
-    any rank      |q0 k0|q1 k1|   then one all-gather per bucket; parameters are views of it
+    rank 0   main |q0 k0|         gradients are reduce-scattered bucket by bucket during backward
+    rank 1   main       |q1 k1|   the optimizer updates the whole matrices that this rank owns
+    any rank      |q0 k0|q1 k1|   one all-gather for each bucket; parameters are views of it
 
-Where each matrix lies follows from its shape and its place in the model alone; the optimizer reads
-the owner off the same layout, and finds every matrix whole there.
+The place of each matrix follows from its shape and its position in the model alone. The optimizer
+reads the owner of a matrix from the same layout, and finds the matrix whole there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from shardwise.streams import annotate
 from shardwise.words import quoted
 
 M = TypeVar("M", bound=nn.Module)
-_VERB = "data_parallel"
 GRAINS = (None, "tensor", ROW)
 
 
@@ -65,46 +64,52 @@ def data_parallel(
     memory: str = "caching",
     unify_streams: bool = False,
 ) -> M:
-    """Replicate a model over a mesh and spread its gradients and optimizer state, in place.
+    """Replicate a model's weights over a mesh, and shard its gradients and optimizer state.
+
+    The model is changed in place. :func:`sw.route` decides which parameters are matrices: if you
+    call it, do so before this call.
 
     Args:
-        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
-        placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
-            ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
-        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It
-            grows where that keeps every matrix whole, up to 55 % of them, so that the rest of
-            backward overlaps with it; the gradients of a bucket are in memory at once. Where that
-            is not enough, or would pad over a thirty-second, matrices lie in equal parts on several
-            ranks, and the optimizer brings them together. ``sw.plan`` says how many, and why.
-        grain: "tensor" is a promise that every matrix lies whole on one rank, at the price of
-            larger buckets and padding; refused where padding would be more than an eighth.
-            ``sw.ROW``: matrices are cut where that keeps buckets near ``bucket_mb``.
-        meshes: other meshes for some parameters, by name pattern: ``{"*.experts": expert_mesh}``; a
-            pattern also stands for everything below the module it names. Their gradients are summed
-            over that mesh and divided by the ranks of ``mesh``: an expert sees the tokens of
-            several of them.
-        matrix: ``sw.muon(...)`` of the optimizer to come: how matrices are weighed against each
-            other.
-        overlap_gather: wait for a bucket when the first module that reads it runs, not before the
-            model's forward. Modules must read the weights of those they call through calls.
-            "step": also begin, inside ``sw.optimizer``'s step, with each bucket that it is done
-            with: elementwise ones (embeddings) first, then matrices in the order of forward, while
-            those after them are orthogonalised. Build the optimizer after this call.
-        precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
-        ignored_params: left alone: not sharded, not moved, not reduced.
-        unused_parameters: as for ``fully_shard``: "none", "zeros" or "error".
-        memory, unify_streams: as in ``fully_shard``.
-
-    Which parameters are matrices is the answer of :func:`sw.route`; call that before.
+        mesh: the mesh to replicate over. Only its axes ``dp_outer`` and ``dp`` are used if it has
+            axes of these names, otherwise all its axes. Default: one axis of all ranks.
+        placements: ``zero(0)``, ``zero(1)`` (the default), ``zero(2)``, or your own
+            :class:`Placements` with replicated compute weights. For sharded compute weights use
+            ``fully_shard``.
+        bucket_mb: the size of weights, in megabytes of their own dtype, from which on a bucket is
+            full and is sent. All gradients of a bucket are in memory at once. A bucket grows beyond
+            this size if that keeps every matrix whole, up to 55 % of all matrices, so that the rest
+            of backward can overlap with its reduction. If that is not enough, or pads by more than
+            1/32, matrices are cut into equal parts on several ranks, and the optimizer gathers the
+            parts. ``sw.plan`` shows how many matrices are cut, and why.
+        grain: ``"tensor"`` promises that every matrix lies whole on one rank. This costs larger
+            buckets and padding, and is refused if it pads by more than 1/8. ``sw.ROW``: cut
+            matrices if that keeps buckets near ``bucket_mb``.
+        meshes: other meshes for some parameters, by name pattern: ``{"*.experts": expert_mesh}``. A
+            pattern that names a module stands for all parameters below the module. Their gradients
+            are summed over that mesh and divided by the number of ranks of ``mesh``, because an
+            expert sees the tokens of several ranks.
+        matrix: the ``sw.muon(...)`` that you will pass to ``sw.optimizer``. The cost of its
+            Newton-Schulz on each matrix is used to balance the ranks.
+        overlap_gather: True: the first module that reads a bucket waits for it, not the model's
+            forward. A module may then read weights of the modules that it calls only by calling
+            them. ``"step"``: in addition, the step of ``sw.optimizer`` starts to gather each bucket
+            that it has updated, while it still orthogonalises others: elementwise parameters
+            (embeddings) first, then matrices in the order of forward. Build the optimizer after
+            this call.
+        precision: the dtypes of weights, gradients and inputs.
+        mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
+        ignored_params: parameters to leave alone: they are not sharded, moved or reduced.
+        unused_parameters: ``"none"``, ``"zeros"`` or ``"error"``; see ``fully_shard``.
+        memory, unify_streams: see ``fully_shard``.
     """
-    check_types([model], mesh, placements, precision, mp_policy, verb=_VERB)
+    check_types([model], mesh, placements, precision, mp_policy, verb="data_parallel")
     mesh = init_mesh() if mesh is None else data_mesh(mesh)
     placements = placements or zero(1)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     settings = matrix if isinstance(matrix, MuonSettings) else muon()
-    job = Wrapping(_VERB, [model], mesh, placements, precision, ignored_params)
+    job = Wrapping("data_parallel", [model], mesh, placements, precision, ignored_params)
     found, stored = job.found, job.stored
-    routes = {id(one.parameter): one.route for one in routes_of(model)}
+    routes = {id(routed.parameter): routed.route for routed in routes_of(model)}
     problems = job.spread(meshes)
     problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
@@ -145,8 +150,8 @@ def _planned_buckets(
     bucket_mb: float,
     grain: Grain | str | None,
 ) -> list[PlannedBuffer]:
-    """The buckets, in the order in which backward fills them, which is taken to meet parameters in
-    the reverse order of their registration."""
+    """The buckets, in the order in which backward fills them. Backward is assumed to reach
+    parameters in the reverse order of their registration."""
     found = job.found
     measured = kernels_everywhere(job.device, job.ranks[job.mesh].axes)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -158,32 +163,31 @@ def _planned_buckets(
         trained, uneven = parameter.requires_grad, found[position].uneven
         key = (home, parameter.dtype, trained, whole, format, uneven)
         alike.setdefault(key, []).append(position)
-    # The grains of matrices; what is no matrix is cut anywhere.
-    seen = [routes[id(one.parameter)].shape_of(one.shape) for one in found]
-    sides = [side_in(stored.format) for stored in job.stored]
-    every = [
-        Item(one.name, one.shape, TENSOR if len(shape) < 3 else tensor_fraction(shape[0]), side)
-        for one, shape, side in zip(found, seen, sides, strict=True)
-    ]
+    # All with the grain of a matrix. The planner may cut other parameters anywhere.
+    all_items = []
+    for f, stored in zip(found, job.stored, strict=True):
+        shape = routes[id(f.parameter)].shape_of(f.shape)
+        matrix_grain = TENSOR if len(shape) < 3 else tensor_fraction(shape[0])
+        all_items.append(Item(f.name, f.shape, matrix_grain, side_in(stored.format)))
     planned = []
-    filled: set[int] = set()  # positions that share a bucket with matrices
+    filled: set[int] = set()  # other parameters that share a bucket with matrices
     for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
         home, dtype, trained, whole, format, uneven = key
         positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
-        items = [every[position] for position in positions]
+        items = [all_items[position] for position in positions]
+        num_shards = job.num_shards(home)
         if not whole:
-            buckets = plan_elements(items, job.num_shards(home), bucket_size) if items else []
+            buckets = plan_elements(items, num_shards, bucket_size)
         else:
+            parameters = [found[position].parameter for position in positions]
             costs = [
-                matrix_cost(one.shape, routes[id(one)], settings, measured=measured)
-                for one in (found[position].parameter for position in positions)
+                matrix_cost(parameter.shape, routes[id(parameter)], settings, measured=measured)
+                for parameter in parameters
             ]
             others = alike.get((home, dtype, trained, False, format, uneven), [])
-            fill = [every[position] for position in others]
-            buckets = plan_matrices(
-                items, costs, job.num_shards(home), bucket_size, fill=fill, grain=grain
-            )
+            fill = [all_items[position] for position in others]
+            buckets = plan_matrices(items, costs, num_shards, bucket_size, fill=fill, grain=grain)
             positions += others
         for bucket in buckets:
             members = tuple(positions[member] for member in bucket.members)
@@ -196,9 +200,9 @@ def matrix_cost(
     shape: Sequence[int], route: Route, settings: MuonSettings, *, measured: bool = False
 ) -> int:
     """The cost of Newton-Schulz on all matrices of one parameter."""
-    one = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
+    cost = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
-    return sum(one(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
+    return sum(cost(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
 
 
 # ------------------------------------------------------------------------------ problems
@@ -210,11 +214,11 @@ def _own_problems(
     problems = []
     if grain not in GRAINS:
         problems.append(
-            f"grain={grain!r}: None, 'tensor' to have every matrix whole, or sw.ROW to have small "
-            f"buckets"
+            f"grain={grain!r}: choose None, 'tensor' (every matrix stays whole) or sw.ROW (small "
+            f"buckets)"
         )
     if overlap is not True and overlap is not False and overlap != "step":
-        problems.append(f"overlap_gather={overlap!r}: True, False or 'step'")
+        problems.append(f"overlap_gather={overlap!r}: choose True, False or 'step'")
     problems += bucket_problems(placements, bucket_mb)
     if matrix is not None and not isinstance(matrix, MuonSettings):
         problems.append(f"matrix={matrix!r}: use sw.muon(...)")
@@ -222,7 +226,7 @@ def _own_problems(
     if inner:
         problems.append(
             f"{quoted(inner)} inside the model is wrapped already: data_parallel takes the "
-            f"whole model, and meshes= for parameters on another mesh"
+            f"whole model in one call; for parameters on another mesh use meshes="
         )
     return problems
 
@@ -233,21 +237,22 @@ def _own_problems(
 class BucketedUnit(Unit):
     """The state behind one ``data_parallel`` call: groups are buckets, in the order of backward.
 
-        step        gathers  3 2 1 0    ``early``: as the optimizer is done with each, meanwhile
-        forward     gathers  3 2 1 0    what is not there, in forward order; awaited before all of
-                                        it, or, with ``staged``, when a module first reads it
-        backward    reduces  0 1 2 3    each as soon as its gradients and those before it are there
+        step        gathers  3 2 1 0    with ``early``: each bucket once the optimizer updated it
+        forward     gathers  3 2 1 0    the buckets that are not gathered yet. Forward waits for all
+                                        of them, or with ``staged`` each module for its own
+        backward    reduces  0 1 2 3    each bucket once its gradients and those of the buckets
+                                        before it have come
 
-    The weights stay whole between steps, so nothing is released and a bucket need not wait for the
-    rest of the model to reduce. Buckets are gathered and reduced in one fixed order, whatever a
-    rank's forward used: collectives match on every rank.
+    The weights stay whole between steps, so nothing is released, and a bucket is reduced without
+    waiting for the rest of the model. Buckets are gathered and reduced in one fixed order,
+    whichever modules this rank's forward ran, so collectives match on all ranks.
     """
 
     by_group = True
 
     def __init__(self, *wrapped: Any, staged: bool = False, **options: Any) -> None:
-        self._next = 0  # the bucket whose turn it is to reduce
-        self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
+        self._next = 0  # the bucket to reduce next
+        self._missing: list[int] = []  # by bucket: gradients that this backward has not brought
         _, (model, *_), _, places = wrapped
         stages = _stages(model, places) if staged else {}
         super().__init__(*wrapped, staged=bool(stages), **options)
@@ -255,11 +260,11 @@ class BucketedUnit(Unit):
             stage.register_forward_pre_hook(weakly(self.awaited, numbers))
 
     def _end_forward(self, kept: bool) -> None:
-        self.wait()  # what no module asked for must have arrived too
+        self.wait()  # also for buckets that no module has waited for
         super()._end_forward(kept)
 
     def awaited(self, numbers: list[int], *_: Any) -> None:
-        """A module that reads these buckets runs next."""
+        """Before a module that reads these buckets runs: wait for them."""
         if self.phase is not Phase.RESTING:
             self.show_groups(numbers)
 
@@ -273,8 +278,8 @@ class BucketedUnit(Unit):
             self._missing[number] += 1
 
     def group_arrived(self, number: int) -> None:
-        """A gradient of one bucket has come: reduce the buckets that have all of theirs, in
-        order."""
+        """After a gradient of one bucket has come: reduce, in order, the buckets that have all of
+        their gradients."""
         self._missing[number] -= 1
         while self._next < len(self.groups) and not self._missing[self._next]:
             self._reduce_next()
@@ -287,7 +292,7 @@ class BucketedUnit(Unit):
                 group.gradients.reduce(self.runtime)
 
     def reduce(self) -> None:
-        """Backward is over for this model: what is still here, unused parameters as zeros."""
+        """At the end of backward: reduce the remaining buckets, unused parameters as zeros."""
         while self._next < len(self.groups):
             self._reduce_next()
 
@@ -297,36 +302,39 @@ class BucketedUnit(Unit):
 
 
 def _stages(model: nn.Module, places: Sequence[Place]) -> dict[nn.Module, list[int]]:
-    """The buckets that each waiting module reads."""
-    held: dict[int, set[int]] = {}
+    """The buckets that each module waits for before it runs."""
+    buckets_of: dict[int, set[int]] = {}  # by the dict of a module's parameters
     for parameters, _, number, _ in places:
-        held.setdefault(id(parameters), set()).add(number)
-    found: dict[nn.Module, list[int]] = {}
-    for stage, inside in _modules_in_order(model):
-        numbers = {number for inner in inside for number in held.get(id(inner._parameters), ())}
-        # The root's own wait is its unit's; it comes before this one, and shows nothing.
+        buckets_of.setdefault(id(parameters), set()).add(number)
+    stages: dict[nn.Module, list[int]] = {}
+    for stage, readable in _modules_in_order(model):
+        numbers: set[int] = set()
+        for module in readable:
+            numbers |= buckets_of.get(id(module._parameters), set())
+        # The root is a stage too: its unit's hook runs earlier, and shows no parameters.
         if numbers:
-            found[stage] = sorted(numbers, reverse=True)
-    return found
+            stages[stage] = sorted(numbers, reverse=True)
+    return stages
 
 
 def _modules_in_order(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Modules that forward comes to one after another, and whose parameters each may read.
+    """(stage, modules whose parameters it may read), in the order of forward.
 
-    A module with lists of modules inside (a decoder, a block with experts) computes by calling
-    them, so it is entered and they are stages of their own; any other may read what is below it
-    (attention reads the weight of its output projection), so it is one stage.
+    A module with lists of modules inside (a decoder, a block with experts) computes by calling the
+    modules of the lists. So its children are stages too, and it reads only its own parameters. Any
+    other module is one stage: it may read all parameters below it, as attention reads the weight of
+    its output projection.
     """
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if any(isinstance(inner, _LISTS) for inner in module.modules()):
-            read = [child for child in module.children() if isinstance(child, _PARAMETERS)]
-            yield module, [module, *read]
+            lists = [child for child in module.children() if isinstance(child, _PARAMETERS)]
+            yield module, [module, *lists]
             waiting += list(module.children())[::-1]
         else:
             yield module, list(module.modules())
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_PARAMETERS = (nn.ParameterList, nn.ParameterDict)  # never called: their owner reads them
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)  # never called: the module above reads them

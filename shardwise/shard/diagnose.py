@@ -38,53 +38,55 @@ class NonFinite:
 
 
 def find_nonfinite(model: nn.Module) -> list[NonFinite]:
-    """Every NaN and Inf in parameters and gradients of all ranks; the same list on every rank.
+    """All tensors with NaN or infinite elements among parameters and gradients of all ranks.
 
-    Collective over the mesh of each unit: four counts per parameter are sent.
+    All ranks must call it together, and all get the same list. It sends four counts for each
+    parameter over the mesh of the parameter.
     """
     found = []
     for unit, names in _named_units(model):
         for number, group in enumerate(unit.groups):
             counts = torch.zeros(len(group.sharded), 2, 2, dtype=torch.int64, device="cpu")
             for index, parameter in enumerate(group.sharded):
-                for kind, tensor in enumerate((parameter, parameter.grad)):
+                for row, tensor in enumerate((parameter, parameter.grad)):
                     local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
                     if local is not None and local.numel() and local.is_floating_point():
-                        counts[index, kind, 0] = torch.isnan(local).sum().item()
-                        counts[index, kind, 1] = torch.isinf(local).sum().item()
+                        counts[index, row, 0] = torch.isnan(local).sum().item()
+                        counts[index, row, 1] = torch.isinf(local).sum().item()
             mesh = max((p.cut.full_mesh for p in group.sharded), key=DeviceMesh.size)  # type: ignore[attr-defined]
-            tables: list[tuple[tuple[int, ...], Any]] = [((), counts.tolist())]  # of every rank
+            # (coordinate, counts) of this rank, then of all ranks of one more axis, and so on.
+            tables: list[tuple[tuple[int, ...], Any]] = [((), counts.tolist())]
             for axis in reversed(Ranks(mesh).axes):
                 everyone = enumerate(comm.agree(tables, axis))
-                tables = [((rank, *at), one) for rank, theirs in everyone for at, one in theirs]
+                tables = [((rank, *at), table) for rank, theirs in everyone for at, table in theirs]
             for coordinate, table in tables:
-                for index in range(len(group.sharded)):
-                    for word, (nan, inf) in zip(
-                        ("parameter", "gradient"), table[index], strict=True
-                    ):
+                for index, of_both in enumerate(table):
+                    for kind, (nan, inf) in zip(("parameter", "gradient"), of_both, strict=True):
                         if nan or inf:
                             name = names[number, index]
-                            found.append(NonFinite(name, word, coordinate, nan, inf))
+                            found.append(NonFinite(name, kind, coordinate, nan, inf))
     return found
 
 
 def parameter_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
-    """The norm of every parameter and of its gradient (None without one), over all ranks.
-    Collective."""
-    names, tensors, grads = [], [], []
-    for unit, labels in _named_units(model):
-        for number, group in enumerate(unit.groups):
-            for index, parameter in enumerate(group.sharded):
-                names.append(labels[number, index])
-                tensors.append(parameter.detach())
-                grads.append(parameter.grad)
+    """The norm of every parameter and of its gradient (None without a gradient), over all ranks.
+
+    All ranks must call it together.
+    """
+    parameters = [
+        (names[number, index], parameter)
+        for unit, names in _named_units(model)
+        for number, group in enumerate(unit.groups)
+        for index, parameter in enumerate(group.sharded)
+    ]
+    weights = [parameter.detach() for _, parameter in parameters]
+    grads = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
     with torch.no_grad():
-        weights = torch._foreach_norm(tensors) if tensors else ()
-        present = [grad for grad in grads if grad is not None]
-        norms = iter(torch._foreach_norm(present) if present else ())
+        weight_norms = torch._foreach_norm(weights) if weights else ()
+        grad_norms = iter(torch._foreach_norm(grads) if grads else ())
     return {
-        name: (float(weight), None if grad is None else float(next(norms)))
-        for name, weight, grad in zip(names, weights, grads, strict=True)
+        name: (float(norm), None if parameter.grad is None else float(next(grad_norms)))
+        for (name, parameter), norm in zip(parameters, weight_norms, strict=True)
     }
 
 
@@ -101,19 +103,19 @@ def describe(model: nn.Module) -> str:
                 f"{layout.payload} elements + {layout.padding} padding in {layout.num_shards} "
                 f"shards of {layout.shard_size}; {group.placements}"
             )
+            kept = "kept" if group.persistent or group.aliased else "gathered on use"
             lines.append(
                 f"    main {size_text(main.block.nbytes)} {main.dtype} {sharded}; compute "
                 f"{size_text(sum(block.nbytes for block in group.blocks))} "
-                f"{group.format or group.whole.dtype} "
-                f"{'kept' if group.persistent or group.aliased else 'gathered on use'}"
+                f"{group.format or group.whole.dtype} {kept}"
             )
             for index, item in enumerate(group.items):
                 low, high, *_ = main.pieces[index]
                 frozen = "" if group.unsharded[index].requires_grad else ", frozen"
                 tile = group.tiles[index]
-                of = "" if tile is None else f" of {list(tile.shape)} {tile.placements}"
+                whole = "" if tile is None else f" of {list(tile.shape)} {tile.placements}"
                 lines.append(
-                    f"    {names[number, index]} {list(item.shape)}{of} by {item.grain}: "
+                    f"    {names[number, index]} {list(item.shape)}{whole} by {item.grain}: "
                     f"elements {low} to {high} here{frozen}"
                 )
             lines += ["    | " + row for row in layout.picture().splitlines()]
@@ -121,8 +123,8 @@ def describe(model: nn.Module) -> str:
 
 
 def _named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[tuple[int, int], str]]]:
-    """The units below ``model``, with the full name of each (group, index)."""
-    by_place = {
+    """The units below ``model``, with the full name of each parameter by (group, index)."""
+    full_names = {
         (id(module._parameters), name): f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name in module._parameters
@@ -130,5 +132,5 @@ def _named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[tuple[int, int],
     for unit in units_of(model):
         names: dict[tuple[int, int], str] = {}
         for parameters, name, number, index in unit.places:
-            names.setdefault((number, index), by_place.get((id(parameters), name), name))
+            names.setdefault((number, index), full_names.get((id(parameters), name), name))
         yield unit, names

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8Group: a group whose whole weights are fp8 planes.
+"""``FP8Group``: a group whose whole weights are fp8 planes.
 
-    main      fp32, placements.main     the only truth, as in every group
+    main      fp32, placements.main     all other values are made from it, as in every group
     planes    uint8, all replicated     | codes of every weight, laid out as main |.pad.| scales |
                                         a row and a column plane, or one of squares, or of rows
-    whole     bf16, all replicated      scratch that lives inside a gather which sends bf16
+    whole     bf16, all replicated      scratch for a gather that sends bf16
 
     zero(3)   forward   main |##| --encode--> |#| --all-gather--> plane     1.03 bytes in MXFP8
               backward  main |##| --encode--> |#| --all-gather--> plane     1.03 bytes
     zero(1)   main |##| --encode--> |#| --all-gather--> plane, kept         1.03 bytes
-    of two planes (mxfp8_rowcol) each phase of zero(3) gathers one, and both where a backward runs
-    forward again (activation checkpointing); zero(1) gathers bf16 and encodes both from it
-    embeddings have only a row plane: their backward gathers nothing
 
-Planes are always encoded from main rounded to bf16, never from a decoded plane. An optimizer writes
-no codes: each plane remembers the version of main that it was encoded from, and a gather encodes a
-stale plane again. Encoding inside the optimizer would save a read of the shard (4 of the 5.03 bytes
-that encoding moves for an element and a phase), but keep codes at rest (up to 2.06 bytes), which
-every other writer of main would leave stale.
+With two planes (mxfp8_rowcol) each phase of zero(3) gathers one plane, or both if backward runs
+forward again (activation checkpointing). zero(1) gathers bf16 and encodes both planes from it.
+Embeddings have only a row plane: their backward gathers nothing.
+
+Planes are always encoded from main rounded to bf16, never from a decoded plane. The optimizer
+writes no codes. Each plane remembers the version of main that it was encoded from, and a gather
+encodes stale planes again. To encode inside the optimizer would save a read of the shard (4 of the
+5.03 bytes that encoding moves for each element and phase). But codes would be kept at rest (up to
+2.06 bytes), and every other write to main would leave them stale.
 """
 
 from __future__ import annotations
@@ -73,21 +74,22 @@ class GroupPlane(Gathered):
         self.width = SCALES[block].itemsize  # bytes of a scale
         nbytes = plane_bytes(layout, block, parts)
         super().__init__(Memory(nbytes, torch.uint8, device, "compute", lane="gather"))
-        self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
-        self.part_filled: Any = None  # main.state when they did
-        self.views: dict[tuple[int, int], Plane] = {}  # by the first weight and the last
-        self.memory.moved = self.views.clear  # made again at their next use
-        self._tiles: Any = None  # of the weights that this rank encodes, as a kernel asks
+        # Bytes gathered over the outer axes (hfsdp), kept between gathers over the inner axis.
+        self.part: Memory | None = None
+        self.part_filled: Any = None  # main.state when ``part`` was gathered
+        self.views: dict[tuple[int, int], Plane] = {}  # by (first weight, last weight)
+        self.memory.moved = self.views.clear  # views are made again at their next use
+        self._tiles: Any = None  # the tiles that this rank encodes, as the kernel takes them
 
     def view(self, index: int, low: int, high: int) -> Plane:
         """The plane of elements [low, high) of one weight, which must be whole blocks. A stack of
-        matrices is viewed as one high matrix; no block crosses from one matrix to the next."""
+        matrices is viewed as one high matrix; no block contains rows of two matrices."""
         columns = self.layout.items[index].shape[-1]
         shape = ((high - low) // columns, columns)
         first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
         codes, _ = self.ranges(first, last)
         _, scales = self.ranges(first, self.layout.numel)
-        # The scales of a row of blocks lie where its codes do, which may leave gaps.
+        # The place of a row of scales follows from the place of its codes, so gaps may remain.
         steps = self.block[0] * columns // self.share, 1
         scales = scales.view(SCALES[self.block]).as_strided(scale_shape(shape, self.block), steps)
         return Plane(codes=codes.view(shape), scales=scales, block=self.block)
@@ -99,10 +101,11 @@ class GroupPlane(Gathered):
         return memory[first:last], memory[low:high]
 
     def encode_all(self, source: Buffer, rounding: Rounding) -> bool:
-        """Whether a kernel has encoded all elements of ``source`` into their places."""
+        """Encode all elements of ``source`` into their places with one kernel. Returns False, and
+        does nothing, if there is no kernel for this."""
         values, memory = source.flat, self.memory.tensor
-        known = self.block == SQUARE_128 and values.dtype in (torch.bfloat16, torch.float32)
-        if not (known and values.device == memory.device and uses_kernels(memory.device)):
+        supported = self.block == SQUARE_128 and values.dtype in (torch.bfloat16, torch.float32)
+        if not (supported and values.device == memory.device and uses_kernels(memory.device)):
             return False
         from shardwise.kernels import fp8_codes as kernels
 
@@ -111,11 +114,11 @@ class GroupPlane(Gathered):
             matrices: list[Any] = []
             for item, start, (low, high, offset, *_) in places:
                 columns = item.shape[-1]
-                one = kernels.Matrix(
+                matrix = kernels.Matrix(
                     (high - low) // columns, columns, offset, start + low, share=self.share
                 )
                 members = (high - low) // math.prod(item.shape[-2:])
-                matrices += one.cut(members) if one_scale_each(item, [self.block]) else [one]
+                matrices += matrix.cut(members) if one_scale_each(item, [self.block]) else [matrix]
             self._tiles = kernels.list_tiles(matrices, memory.device)
         codes, scales = self.ranges(0, self.layout.numel)
         scales = scales.view(SCALES[self.block])
@@ -123,8 +126,8 @@ class GroupPlane(Gathered):
         return True
 
     def make_part(self, first: int, last: int) -> None:
-        """Make the memory of what outer axes bring: addresses [first, last)."""
-        nbytes = sum(each.numel() for each in self.ranges(first, last))
+        """Make memory for the bytes gathered over outer axes: addresses [first, last)."""
+        nbytes = sum(part.numel() for part in self.ranges(first, last))
         device = self.memory.tensor.device
         self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
 
@@ -135,61 +138,63 @@ class GroupPlane(Gathered):
 
     @property
     def shown(self) -> list[Tensor]:
-        """The views that kernels, and whoever asks for planes, were given."""
-        return [one for plane in self.views.values() for one in _tensors(plane)]
+        """All views that were handed out, to kernels and to callers of ``whole``."""
+        return [tensor for plane in self.views.values() for tensor in _tensors(plane)]
 
     def copy_part(self, first: int, last: int, state: Any) -> None:
-        """Keep what outer axes brought, or take it from there."""
+        """Copy the bytes gathered over outer axes from the kept part if it is current, else into
+        the kept part."""
         assert self.part is not None
         codes, scales = self.ranges(first, last)
         kept = self.part.tensor[: codes.numel()], self.part.tensor[codes.numel() :]
-        for mine, there in zip(kept, (codes, scales), strict=True):
+        for part, gathered in zip(kept, (codes, scales), strict=True):
             if self.part_filled == state:
-                there.copy_(mine)
+                gathered.copy_(part)
             else:
-                mine.copy_(there)
+                part.copy_(gathered)
         self.part_filled = state
 
     def whole(self, first: int, last: int) -> Plane:
-        """The plane of one whole weight, or of all from the first to the last, which follow one
-        another."""
-        found = self.views.get((first, last))
-        if found is None:
+        """The plane of one whole weight, or of the consecutive weights from first to last."""
+        plane = self.views.get((first, last))
+        if plane is None:
             starts = self.layout.starts
             size = starts[last] + self.layout.items[last].numel - starts[first]
             memory, before = self.memory, self.memory.holders
-            found = self.views[first, last] = self.view(first, 0, size)
-            tensors = _tensors(found)
-            if memory.own:  # views of another dtype have a base
+            plane = self.views[first, last] = self.view(first, 0, size)
+            tensors = _tensors(plane)
+            if memory.own:  # a view of another dtype holds a base tensor too
                 memory.own += memory.holders - before - len(tensors)
-        return found
+        return plane
 
 
 def _tensors(plane: Plane) -> tuple[Tensor, ...]:
-    """All that a plane holds once products have read it, each in one place."""
+    """All tensors that a plane holds, also those that products make at their first read."""
     return plane.codes, plane.scales, *plane.right
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
-    """Encode the elements of ``source`` into the same places of each plane, in one read; in one
-    launch where a kernel takes all weights of a plane."""
-    rest = [plane for plane in planes if not plane.encode_all(source, rounding)]
+    """Encode the elements of ``source`` into the same places of each plane, in one read. A kernel
+    that supports a plane encodes all its weights in one launch."""
+    by_weight = [plane for plane in planes if not plane.encode_all(source, rounding)]
+    if not by_weight:
+        return
+    blocks = [plane.block for plane in by_weight]
     for index, (low, high, *_) in enumerate(source.pieces):
-        if high > low and rest:
-            into = [plane.view(index, low, high) for plane in rest]
-            codes = into[0].codes
+        if high > low:
+            out = [plane.view(index, low, high) for plane in by_weight]
+            codes, item = out[0].codes, source.layout.items[index]
             value = source.view(index).view(codes.shape)
             if value.device != codes.device:  # offloaded: cast first, to copy half the bytes
                 value = value.to(torch.bfloat16).to(codes.device)
-            blocks, item = [plane.block for plane in rest], source.layout.items[index]
             members = (high - low) // math.prod(item.shape[-2:])
             sharing = members if one_scale_each(item, blocks) else 0
-            encode(value, blocks, out=into, rounding=rounding, sharing=sharing)
+            encode(value, blocks, out=out, rounding=rounding, sharing=sharing)
 
 
 class FP8Weight(FP8Tensor):
-    """One weight of a group. Planes are looked up at each read, so that they may be released and
-    gathered again in between."""
+    """One weight of a group. Planes are looked up at each read, because they may be released and
+    gathered again between two reads."""
 
     __slots__ = ("_group", "_index")
 
@@ -247,25 +252,26 @@ class FP8Weight(FP8Tensor):
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def operand(self, phase: Reads) -> Any:
-        """The operand of grouped products: the codes of a stack where its products are in fp8,
-        else decoded values."""
+        """The operand of grouped products: the codes of a stack if products are in fp8, else
+        decoded values."""
         if not self.coding[0]:
             return self.dequantise(phase)
         return expert_codes(self.plane(phase), self.shape, phase)
 
     @property
     def coding(self) -> Coding:
-        """Whether rows that meet a stack are coded, and whether they are in its gradient."""
+        """(whether rows are coded when they are multiplied by this stack, whether they are coded in
+        the product that makes its gradient)."""
         recipe = self.group.precision.recipe
         if len(self.shape) < 3 or recipe.activations is None:
             return False, False
         return True, recipe.weight_gradient == "fp8"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
-        to no group; a stack of matrices becomes one high matrix."""
+        """Copy and pickle as a plain ``FP8Tensor`` of the gathered planes, which belongs to no
+        group. A stack of matrices becomes one high matrix."""
         self._require_a_plane()
-        # Clones: pickling a view would save the planes of the whole group.
+        # Cloned, because pickling a view would save the planes of the whole group.
         return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
 
     def to(self, device: torch.device | str) -> FP8Tensor:
@@ -276,13 +282,14 @@ class FP8Weight(FP8Tensor):
     def _require_a_plane(self) -> None:
         if not self.planes:
             raise RuntimeError(
-                f"no plane of '{self.name}' is here to copy or save: do so inside its module's "
-                f"forward or after unshard(), or take the main weights from sw.full_state_dict"
+                f"no plane of '{self.name}' is here to copy or save: copy or save the weight "
+                f"inside its module's forward or after unshard(), or take the main weights from "
+                f"sw.full_state_dict"
             )
 
 
 class FP8Group(Group):
-    """A group in fp8. A gather brings the planes that the phase reads; see the picture above."""
+    """A group in fp8. A gather brings the planes that the phase reads; see the top of this file."""
 
     format: Format
     scratch, movable = "staging", True
@@ -292,7 +299,8 @@ class FP8Group(Group):
         self.whole.block.release(CACHING)
         self.rounding = self.precision.rounding
         self.direct = sends_codes(self.layout, self.format, self.persistent)
-        # Axes that are gathered once for each change of main: codes too, where codes are sent.
+        # The number of outer axes (hfsdp), which are gathered only once for each change of main. If
+        # codes are sent, the planes keep the result instead of the buffer ``compute``.
         self._outer = 0
         if self.direct and self.compute is not None:
             self._outer = len(self.main.gather_steps(self.compute))
@@ -305,9 +313,9 @@ class FP8Group(Group):
         }
         self.copies = [*self.planes.values()]
         if self._outer:
-            mine = self.main.gather_steps(self.whole)[self._outer][1]
+            part = self.main.gather_steps(self.whole)[self._outer][1]
             for plane in self.planes.values():
-                plane.make_part(*mine)
+                plane.make_part(*part)
         self._runtime: Flow | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
@@ -318,18 +326,18 @@ class FP8Group(Group):
         parameter = FP8Parameter.of(weight, requires_grad, recipe, self.device)
         layout = self.plane_layout
         item = layout.items[index]
-        # No weight follows one with a partial last row of blocks: it ends where it begins.
+        # After a partial last row of blocks no weight follows directly. So graphs get size 0.
         size = 0 if item.shape[-2] % item.side else item.numel
         parameter.place = f"{layout.numel} {layout.starts[index]} {size}"
         return parameter
 
     def show_whole(self) -> None:
-        """Give the parameters a shape and a dtype for autograd, and no memory; see
-        :class:`FP8Parameter`. Who reads them past that class reads NaN."""
+        """Give the parameters a shape and a dtype for autograd, without memory for values; see
+        :class:`FP8Parameter`. Code that bypasses that class reads NaN."""
         device = self.whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
-            one = torch.full((), math.nan, dtype=self.whole.dtype, device=device)
-            parameter.show(one.expand(item.shape))
+            nan = torch.full((), math.nan, dtype=self.whole.dtype, device=device)
+            parameter.show(nan.expand(item.shape))
 
     def _missing(self, phase: Reads) -> list[Gathered]:
         backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
@@ -339,8 +347,9 @@ class FP8Group(Group):
         )
 
     def _is_kept(self, copy: Any, for_good: bool) -> bool:
-        """Whether somebody keeps codes or scales; autograd, which asks for them again, never."""
-        return bool(copy.memory.lent(copy.shown, references=1) > 0)  # a plane's
+        """Whether code outside the library holds codes or scales. Autograd never does: it looks
+        planes up again."""
+        return bool(copy.memory.lent(copy.shown, references=1) > 0)  # 1: the plane's own reference
 
     def _copy_for(self, phase: Reads) -> GroupPlane | None:
         block = READS[self.format].get(phase)
@@ -358,24 +367,24 @@ class FP8Group(Group):
         return []
 
     def _gather_codes(self, planes: Sequence[GroupPlane]) -> list[comm.Pending]:
-        """Encode this rank's shard, then gather codes and scales, axis by axis. What outer axes
-        brought is kept until main changes."""
+        """Encode this rank's shard, then gather codes and scales axis by axis. The bytes gathered
+        over outer axes are kept until main changes."""
         state, steps = self.main.state, self.main.gather_steps(self.whole)
-        mine = steps[self._outer][1] if self._outer else (0, 0)
-        new = [plane for plane in planes if not self._outer or plane.part_filled != state]
-        encode_planes(new, self.main, self.rounding)
+        part = steps[self._outer][1] if self._outer else (0, 0)
+        stale = [plane for plane in planes if not self._outer or plane.part_filled != state]
+        encode_planes(stale, self.main, self.rounding)
         gathers: list[comm.Pending] = []
         for number, (axis, shard, whole) in enumerate(steps):
             for pending in gathers:
-                pending.wait()  # the next axis sends what this one received
+                pending.wait()  # the next axis sends what the previous axis received
             if self._outer and number == self._outer:
                 for plane in planes:
-                    plane.copy_part(*mine, state)
+                    plane.copy_part(*part, state)
             gathers = [
                 comm.all_gather_together(
                     list(zip(plane.ranges(*whole), plane.ranges(*shard), strict=True)), axis
                 )
-                for plane in (new if number < self._outer else planes)
+                for plane in (stale if number < self._outer else planes)
             ]
         return gathers
 
@@ -388,19 +397,19 @@ class FP8Group(Group):
         self.whole.block.release(runtime.source)
 
     def follows(self, index: int, next_index: int) -> bool:
-        """Whether the codes of one weight end where those of the next begin, as rows of blocks of
-        one matrix."""
+        """Whether two weights lie in memory like one matrix: the second begins where the first
+        ends, and no block of the first is partial at its end."""
         layout = self.plane_layout
-        one, other = layout.items[index], layout.items[next_index]
-        ends = layout.starts[index] + one.numel
-        whole = not one.shape[-2] % one.side
-        return whole and ends == layout.starts[next_index] and one.shape[1:] == other.shape[1:]
+        first, second = layout.items[index], layout.items[next_index]
+        end = layout.starts[index] + first.numel
+        whole = not first.shape[-2] % first.side
+        return whole and end == layout.starts[next_index] and first.shape[1:] == second.shape[1:]
 
     def plane(self, index: int, phase: Reads, last: int | None = None) -> Plane:
         """The plane of one weight that ``phase`` reads, or of all weights up to ``last``.
 
-        A plane that is read in backward without a hook that gathered it (a recomputation by a
-        reentrant checkpoint inside a unit, for one) is gathered here: on every rank, or on none.
+        A backward may read a plane that no hook has gathered, for example when a reentrant
+        checkpoint inside a unit recomputes. The plane is then gathered here, on all ranks alike.
         """
         plane = self._copy_for(phase)
         if plane is None:
@@ -411,8 +420,8 @@ class FP8Group(Group):
         in_backward = runtime is not None and runtime.in_backward
         if phase == "forward" and not in_backward and in_checkpoint():
             self.reads_again = True
-        # Forward's plane may be older than main, from which backward's hook gathered its own plane:
-        # one backward computes with one version.
+        # The plane of forward may be older than main, and backward's hook gathered its plane from
+        # main: gather this one too, so that one backward computes with one version.
         stale = in_backward and plane.filled != self.main.state
         if not plane.memory.live or plane.filled is None or stale:
             if runtime is None or not in_backward:
@@ -423,17 +432,17 @@ class FP8Group(Group):
         return plane.whole(index, index if last is None else last)
 
     def _not_gathered(self, index: int, plane: GroupPlane) -> str:
-        name, here = self.items[index].name, [NAMES[block] for block in self.gathered(index)]
+        name, gathered = self.items[index].name, [NAMES[block] for block in self.gathered(index)]
         problem = f"the {NAMES[plane.block]} plane of '{name}' is not here"
-        if not here:
+        if not gathered:
             return (
                 f"{problem}: a weight in fp8 can be read inside its module's forward and backward, "
                 f"or after unshard()"
             )
         return (
-            f"{problem}, but its {' and '.join(here)} plane: forward and unshard() gather what "
-            f"forward reads, and only backward gathers the other; to have both, encode the main "
-            f"weight: FP8Tensor.encode(value, {self.format!r})"
+            f"{problem}, but its {' and '.join(gathered)} plane is: forward and unshard() gather "
+            f"the plane that forward reads, and only backward gathers the other plane. To have "
+            f"both, encode the main weight: FP8Tensor.encode(value, {self.format!r})"
         )
 
     def gathered(self, index: int) -> dict[Block, Plane]:
@@ -452,4 +461,4 @@ class FP8Group(Group):
 
 
 GROUPS: dict[Format | None, type[Group]] = {None: Group}
-GROUPS |= {one: type(f"{one}_group", (FP8Group,), {"format": one}) for one in FORMATS}
+GROUPS |= {name: type(f"{name}_group", (FP8Group,), {"format": name}) for name in FORMATS}

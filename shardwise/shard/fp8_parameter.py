@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose values are fp8 planes, as forward sees them.
+"""``FP8Parameter``: a parameter whose values are fp8 planes, as forward sees it.
 
     nn.Linear: F.linear(x, weight, bias)    -->  fp8_linear(x, planes, bias)   multiplies by codes
     nn.Embedding: F.embedding(ids, weight)  -->  fp8_embedding(ids, planes)    decodes some rows
     any other function of the weight        -->  the same of decode(planes)    in bf16
 
-Autograd sees an ordinary leaf of the weight's shape in bf16: the gradient arrives whole, once per
-backward, however often the weight was used. The leaf itself has no memory for values. torch.compile
-traces the same functions with operators that find the planes by the leaf (fp8_operators.py).
+Autograd sees an ordinary leaf of the weight's shape in bf16. So the gradient arrives whole, and
+once in each backward, however often the weight was used. The leaf has no memory for values.
+torch.compile traces the same functions, with operators that find the planes by the leaf
+(fp8_operators.py).
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from shardwise.tensor_steps import BEFORE_2_13
 
 
 class FP8Parameter(WholeParameter, QuantisedParameter):
-    """A parameter as forward sees it, whose values are the planes of ``quantised``.
+    """A parameter as forward sees it. Its values are the planes of ``quantised``.
 
-    ``F.linear`` multiplies by the planes, ``F.embedding`` looks rows up. Any other function that
-    reads values gets them decoded to bf16, as forward computes with them, and the gradient of the
-    decoded values is this parameter's. Decoded values (``.data``, ``.detach()``, a slice) are a
-    copy: writing to the parameter itself is refused, and writing to a copy changes nothing else.
+    ``F.linear`` multiplies by the planes, and ``F.embedding`` looks rows up. Any other function
+    that reads values gets decoded values in bf16, the values that forward computes with. The
+    gradient of the decoded values is the gradient of this parameter. Decoded values (``.data``,
+    ``.detach()``, a slice) are a copy. A write to the parameter itself is refused.
     """
 
-    recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
-    # The buffer's size, where in it the codes lie, and their number; a string, because
-    # torch.compile takes numbers for variables.
+    recipe: Recipe | None = DECODED  # None: rows are looked up, and nothing multiplies by them
+    # The size of the buffer, the address of the codes and their number. A string, because
+    # torch.compile would make variables of numbers.
     place = "0 0 0"
 
     @staticmethod
@@ -71,20 +72,18 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return _traced(func, args, kwargs)
-        if _plain(func) or torch.compiler.is_compiling():  # or a compiler asks what this is
+        # While compiling without Dynamo, a compiler inspects the parameter.
+        if _reads_no_values_cached(func) or torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
-            raise _refused(func, args, kwargs)
-        args, kwargs = tree_map(_decoded, (args, kwargs))
-        return func(*args, **kwargs)
+        return _on_decoded(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the decoded values: no group would gather a copy's planes."""
+        """A plain parameter with the decoded values: no group would gather planes for a copy."""
         copied = nn.Parameter(self.quantised.dequantise(), self.requires_grad)
         memo[id(self)] = copied
         return copied
@@ -113,15 +112,28 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function as torch.compile sees it; no trace comes to the planes themselves."""
+    """Call a function while torch.compile traces. The trace never sees the planes."""
     with torch._C.DisableTorchFunctionSubclass():
         if func is F.linear:
             return _linear(*args, **kwargs)
-        if not _reads_no_values(func):
-            if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
-                raise _refused(func, args, kwargs)
-            args, kwargs = tree_map(_decoded, (args, kwargs))
-        return func(*args, **kwargs)
+        if _reads_no_values(func):
+            return func(*args, **kwargs)
+        return _on_decoded(func, args, kwargs)
+
+
+def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on decoded values; raise if it writes to a parameter."""
+    for written in _written(func, args, kwargs):
+        if isinstance(written, FP8Parameter):
+            weight = written.quantised
+            raise RuntimeError(
+                f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: "
+                f"every gather encodes it from the main weight. Write to the main weight, outside "
+                f"of forward and after reshard(): to the parameter in model.parameters() under "
+                f"torch.no_grad()"
+            )
+    args, kwargs = tree_map(_decoded, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _embedding(
@@ -147,8 +159,9 @@ def _embedding(
     )
 
 
-# The attributes of a tensor that hold values; all others are facts about it.
+# The attributes of a tensor that return values. All other attributes describe the tensor.
 _VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
+# Methods that read no values.
 _FACTS = (
     *("dim", "element_size", "get_device", "ndimension", "nelement", "numel", "size", "stride"),
     *("is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg"),
@@ -157,13 +170,13 @@ _FACTS = (
 )
 
 
-# Methods that write, beside those whose names end in one "_".
+# Methods that write, beside those whose names end in a single "_".
 _WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__itruediv__")
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that ``func`` writes to: ``out``, and by torch's rules for names its first
-    argument."""
+    """The tensors that ``func`` writes to: ``out``, and the first argument if torch's rules for
+    names say so."""
     name = getattr(func, "__name__", "")
     inplace = name.endswith("_") and not name.endswith("__") and name not in _FACTS
     written = [kwargs.get("out")]
@@ -172,18 +185,8 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> lis
     return tree_leaves(written)
 
 
-def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
-    written = _written(func, args, kwargs)
-    weight = next(each.quantised for each in written if isinstance(each, FP8Parameter))
-    return RuntimeError(
-        f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: every "
-        f"gather encodes it from the main weight. Write to that, outside of forward and after "
-        f"reshard(): to the parameter in model.parameters() under torch.no_grad()"
-    )
-
-
 def _reads_no_values(func: Callable[..., Any]) -> bool:
-    if getattr(func, "namespace", "") == "shardwise":  # a graph's operator, which finds the planes
+    if getattr(func, "namespace", "") == "shardwise":  # our operators find the planes themselves
         return True
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -191,7 +194,8 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
     return name in ("__set__", "__delete__") or name in _FACTS
 
 
-_plain = functools.lru_cache(maxsize=1024)(_reads_no_values)  # asked for each operator of a graph
+# Called for each operator of a graph.
+_reads_no_values_cached = functools.lru_cache(maxsize=1024)(_reads_no_values)
 
 
 def _decoded(value: Any) -> Any:
@@ -210,7 +214,7 @@ def _values(parameter: Tensor, weight: FP8Tensor | None) -> Tensor:
 
 
 class _Decode(torch.autograd.Function):
-    """The values that forward computes with; their gradient is the weight's."""
+    """The values that forward computes with. Their gradient is the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Tensor | None) -> Tensor:
@@ -222,22 +226,22 @@ class _Decode(torch.autograd.Function):
 
 
 def _save_undecoded(hook: Any) -> None:
-    """Let checkpoints save parameters as they are. Before 2.13 torch asks ``__torch_function__``
-    for ``detach()`` then, which gives decoded values: a graph would not find the planes."""
-    made = hook.__init__
+    """Let checkpoints save parameters as they are. Before torch 2.13 they call ``detach()`` through
+    ``__torch_function__``, which decodes, and a graph would not find the planes."""
+    original = hook.__init__
 
-    def make(self: Any, *args: Any) -> None:
-        made(self, *args)
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
         pack = self.pack_hook
 
-        @functools.wraps(pack)  # whose name says that it is a recomputation's
-        def pack_plain(value: Tensor) -> Any:
+        @functools.wraps(pack)  # keeps the name, by which we recognise a recomputation
+        def pack_undecoded(value: Tensor) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return pack(value)
 
-        self.pack_hook = pack_plain
+        self.pack_hook = pack_undecoded
 
-    hook.__init__ = make
+    hook.__init__ = init
 
 
 if BEFORE_2_13:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fully_shard``: from a module to a unit. Everything is checked before anything changes.
+"""``fully_shard``: makes a unit of a module. All checks run before anything changes.
 
-module tree --> parameters that no inner unit owns --> groups alike in dtype, format, trainability
-            --> one flat buffer each --> the module's class and hooks
+module tree --> parameters that no inner unit owns --> groups of equal dtype, format, trainability
+            --> one flat buffer for each group     --> the module's class and hooks
 """
 
 from __future__ import annotations
@@ -59,54 +59,68 @@ def fully_shard(
     unify_streams: bool = False,
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> M:
-    """Spread a module's parameters, gradients and optimizer state over a mesh, in place.
+    """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no
-    inner call owns; they are gathered before the module's forward and released after it, together.
+    Call it bottom-up: on each block, then on the model. Each call makes a *unit* of the parameters
+    below the module that no earlier call has taken. The unit is gathered before the module's
+    forward and released after it.
 
     All ranks must run the same units in the same order, and step their optimizers alike, with
-    gradients of the same parameters. Each backward compares what the ranks did since the backward
-    before, and raises an error on every rank where they differ. Two mistakes are not noticed there:
-    a rank that leaves out a whole iteration, with its step (a save, or the end of the run, shows
-    it), and one that alone writes to weights or gradients (``if rank == 0: p.zero_()``): it writes
-    its own piece. Where ranks hold copies, a save tells that these differ.
+    gradients for the same parameters. Each backward compares what the ranks did since the previous
+    backward, and raises an error on every rank if they differ. It cannot detect two mistakes:
+
+    - One rank leaves out a whole iteration with its optimizer step. The next save, or the end of
+      the run, reports it.
+    - One rank alone writes to weights or gradients (``if rank == 0: p.zero_()``). Only that rank's
+      shard changes. If other ranks hold copies of the shard, the next save reports the difference.
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
-        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
+        mesh: the mesh to shard over. Only its axes ``dp_outer`` and ``dp`` are used if it has
+            axes of these names, otherwise all its axes. Default: one axis of all ranks.
         placements: ``zero(0..3)``, ``hsdp()``, ``hfsdp()`` or your own :class:`Placements`.
-            Default: fully sharded, replicated over the outer axis of a 2-D mesh.
-        precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
-        reshard_after_forward: release after forward and gather again in backward (True), keep
-            (False), keep 1/k and gather again from k neighbours (an int), or True except for the
-            root (None). A view of a weight that forward leaves in a list is valid in forward, and
-            again once backward is over; in between its memory is released, and reading it ends the
-            process, as in FSDP2: keep a clone, or pass False.
-        offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the
-            host.
-        shard_placement_fn: torch's; checked, and of no effect: flat buffers are cut along rows, and
-            no dimension need divide evenly.
-        ignored_params: left alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
-            shard.
-        grain: the smallest piece that may not be cut: one for all parameters, or a function of
-            name and parameter. Default: a row, or an element where whole rows would pad a unit's
-            buffers by more than a sixteenth (with about as many ranks as rows). "tensor" promises
-            that no matrix is cut; it is refused where it would pad by more than an eighth.
-        gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
-            gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
-            order of forward; else its forward does. Build the optimizer after this call.
-        unused_parameters: what a parameter without a gradient means: ``.grad`` stays None ("none";
-            the same on every rank, or it is an error), "zeros", or an "error" on all ranks. A unit
-            that no rank calls has None under "zeros" too, and is named under "error". With
-            "zeros" ranks may differ in what their losses depend on. They must not where a unit is
-            inside a reentrant checkpoint or has one inside, where a checkpoint around several units
-            has several outputs, where the weight gradients of a unit are delayed, and in a second
-            backward over a kept graph (all ranks raise: out of step).
-        memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
-        unify_streams: all communication on one stream: less overlap, less peak; the root's choice
-            holds.
-        meshes: other meshes for some parameters, as for ``data_parallel``.
+            Default: ``zero(3)`` on a mesh of one axis, ``hsdp()`` on two axes.
+        precision: the dtypes of weights, gradients and inputs.
+        reshard_after_forward: what happens to the gathered weights between forward and backward:
+
+            - True: release them, and gather them again for backward.
+            - False: keep them.
+            - a number k: each rank keeps 1/k of them. Backward gathers from k neighbouring ranks.
+            - None (default): False for the root module, True for all others.
+
+            A view of a weight that your code keeps after forward is valid again once backward is
+            over. Between the two its memory is released, and reading the view ends the process, as
+            in FSDP2. Keep a clone of the view, or pass False.
+        shard_placement_fn: torch's argument. It is checked and has no effect: flat buffers are cut
+            along rows, and no dimension has to divide evenly.
+        mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
+        offload_policy: ``CPUOffloadPolicy()`` keeps main weights, gradients and optimizer state in
+            host memory.
+        ignored_params: parameters to leave alone: they are not sharded, moved or reduced.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: the axes of ``mesh`` that replicate, and
+            the axes that shard.
+        grain: the smallest piece of a parameter that may not be cut: a value for all parameters, or
+            a function of name and parameter. Default: a row. If whole rows would pad the buffers of
+            a unit by more than 1/16 (with about as many ranks as rows): an element. ``"tensor"``
+            promises that no matrix is cut, and is refused if that pads by more than 1/8.
+        gather_in_step: start gathering each unit inside the step of ``sw.optimizer``, as soon as
+            the unit is updated, in the order of forward. Without it the unit's forward gathers. For
+            replicated compute weights: ``zero(1)`` and ``zero(2)``. Build the optimizer after this
+            call.
+        unused_parameters: what to do for a parameter that got no gradient:
+
+            - ``"none"``: ``.grad`` stays None. This must be so on every rank, or it is an error.
+            - ``"zeros"``: ``.grad`` is zeros, but None in a unit that no rank calls. The losses of
+              ranks may depend on different parameters, with four exceptions, where all ranks raise
+              "out of step": a unit inside a reentrant checkpoint or with one inside, a checkpoint
+              with several outputs around several units, a unit with delayed weight gradients, and a
+              second backward over a kept graph.
+            - ``"error"``: raise on all ranks, also for a unit that no rank calls.
+        memory: where transient buffers come from: ``"caching"`` or ``"trace"``. The value of the
+            root module counts.
+        unify_streams: run all communication on one stream. This overlaps less and lowers the memory
+            peak. The value of the root module counts.
+        meshes: other meshes for some parameters; see ``data_parallel``.
     """
     modules = list(module) if isinstance(module, list) else [module]
     check_types(modules, mesh, placements, precision, mp_policy)
@@ -115,25 +129,28 @@ def fully_shard(
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     job = Wrapping("fully_shard", modules, mesh, placements, precision, ignored_params)
     problems = job.spread(meshes)
-    found, ranks = job.found, job.ranks[mesh]
+    ranks = job.ranks[mesh]
     inner, wrong_grain = ranks.axes[-1], grain_problems(grain)
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
-    problems += placement_problems(shard_placement_fn, found)
+    problems += placement_problems(shard_placement_fn, job.found)
     if meshes and type(reshard_after_forward) is int:
-        problems.append("reshard_after_forward with meshes: True or False; neighbours differ")
+        problems.append(
+            f"reshard_after_forward={reshard_after_forward} with meshes: the neighbours of a rank "
+            f"differ from mesh to mesh; use True or False"
+        )
     job.refuse(
         problems + wrong_grain + step_problems(gather_in_step, placements),
         f"unused={unused_parameters} memory={memory} offload={offload_policy} "
         f"reshard_after_forward={reshard_after_forward} gather_in_step={gather_in_step}",
-        ["" if wrong_grain else f"by {grain_of(f, grain)}" for f in found],
+        ["" if wrong_grain else f"by {grain_of(f, grain)}" for f in job.found],
     )
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     job.install(
         Unit,
         _planned_groups(job, grain),
-        # Gradients of experts are sums over the tokens of all ranks.
+        # An expert's gradient is a sum over the tokens of all ranks, of other meshes too.
         divisors={
             home: float(home.size() * over.others.size)
             for home, over in job.ranks.items()
@@ -150,7 +167,7 @@ def fully_shard(
     return module
 
 
-# Torch's spelling: what a script asks whether a module is wrapped.
+# As in torch: scripts call ``fully_shard.state(module)`` to see whether a module is wrapped.
 fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
@@ -158,9 +175,9 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuffer]:
-    """The buffers of a unit. Parameters share one that are alike in mesh, dtype, format,
-    trainability and in whether tensor parallelism cut them unevenly; parameters whose rows fit
-    badly together get several."""
+    """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype, format
+    and trainability, and tensor parallelism cut all of them evenly or all unevenly. If their rows
+    fit badly together, they get several buffers."""
     found = job.found
     alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, (f, home, stored) in enumerate(zip(found, job.homes, job.stored, strict=True)):
@@ -170,14 +187,14 @@ def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuf
     for (home, _, _, format, _), positions in alike.items():
         items = tuple(item_of(found[position], grain, format) for position in positions)
         for members, layout in _laid_out(items, job.num_shards(home), grain is None):
-            chosen = tuple(positions[member] for member in members)
-            groups.append(PlannedBuffer(chosen, layout, format, home))
+            in_unit = tuple(positions[member] for member in members)
+            groups.append(PlannedBuffer(in_unit, layout, format, home))
     padding = sum(group.layout.padding for group in groups)
     payload = sum(group.layout.payload for group in groups)
     if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
         raise ValueError(
             f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
-            f"unit, whole on {job.num_shards(job.homes[0])} ranks, would pad it by "
+            f"unit, whole on {job.num_shards(job.homes[0])} ranks, would pad the unit's buffers by "
             f"{100 * padding / payload:.0f} %, over {100 // PROMISED_PADDING} %: wrap larger "
             f"units, use sw.data_parallel or fewer ranks, or leave grain out"
         )
@@ -206,7 +223,8 @@ def _axis_names(names: Any) -> list[str]:
 def _laid_out(
     items: Sequence[Item], num_shards: int, finer: bool
 ) -> list[tuple[tuple[int, ...], Layout]]:
-    """The members and the layout of each buffer; blocks that are alike are laid out once."""
+    """The members and the layout of each buffer. Cached, so that equal blocks of a model are laid
+    out once."""
     items = cut_finer(items, num_shards) if finer else items
     return [
         (members, plan([items[member] for member in members], num_shards))
@@ -215,7 +233,7 @@ def _laid_out(
 
 
 def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
-    """Fully sharded, replicated over the outer one of two axes; or as ``dims`` say."""
+    """``zero(3)`` on one axis, ``hsdp()`` on two; or the placements that ``dims`` describe."""
     if dims is None:
         return zero(3) if mesh.ndim == 1 else hsdp()
     outer, inner = len(_axis_names(dims.replicate)), len(_axis_names(dims.shard))
@@ -224,7 +242,8 @@ def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
 
 
 def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
-    """(the axis of k ranks that keep weights between forward and backward, whether to release)."""
+    """(the axis of the k ranks that keep weights between forward and backward, whether the whole
+    weights are released after forward)."""
     if wanted is None or isinstance(wanted, bool):
         return None, wanted
     if wanted == 1:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on all ranks: values that ranks initialised differently become those of the first;
-gradients by which copies would drift apart are told."""
+"""The same values on all ranks: parameters that ranks initialised differently get the values of the
+first rank; copies whose gradients differ are warned of."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def same_values(
     device: torch.device,
     buffers: Sequence[tuple[str, Tensor]] = (),
 ) -> list[Tensor]:
-    """The values of parameters that are to be wrapped, the same on every data-parallel rank.
-    Buffers are made the same in place."""
+    """The values of parameters that are about to be wrapped, made the same on every data-parallel
+    rank. Buffers are made the same in place."""
     named = [*parameters, *buffers]
     names, values = [name for name, _ in named], [value for _, value in named]
-    sums: Sequence[int] = [checksum(value) for value in values]
+    checksums: Sequence[int] = [checksum(value) for value in values]
     for axis in ranks.axes:
-        differing, sums = _compare(names, sums, axis)
+        differing, checksums = _compare(names, checksums, axis)
         for position in differing:
             original = values[position]
             value = original.detach().to(device, copy=True).contiguous()
@@ -46,7 +46,7 @@ def same_values(
 
 def same_over_tiles(groups: Iterable[Group]) -> None:
     """Make main weights the same on ranks of tensor parallelism that hold copies of them: plain
-    tensors that it left alone, and replicated DTensors whose values were made after wrapping."""
+    tensors that were not parallelised, and replicated DTensors that got values after wrapping."""
     for axis, copies in _copies(groups):
         names = [group.items[index].name for group, index in copies]
         values = [group.main.view(index) for group, index in copies]
@@ -56,20 +56,21 @@ def same_over_tiles(groups: Iterable[Group]) -> None:
 
 
 def warn_of_unlike_gradients(groups: Iterable[Group]) -> None:
-    """Warn where the gradients of such copies differ by more than rounding: they will drift apart.
-    Each is told by its length and by one product with fixed numbers."""
+    """Warn if the gradients of such copies differ by more than rounding: the copies will drift
+    apart. Gradients are compared by their length and their product with one fixed vector."""
     for axis, copies in _copies(groups):
         grads = [group.sharded[index].grad for group, index in copies]
         mine = [_sketch(grad.to_local()) if grad is not None else (0.0, 0.0) for grad in grads]  # type: ignore[attr-defined]
         everyone = comm.agree(mine, axis)
         for (group, index), *sketches in zip(copies, *everyone, strict=True):
             lengths, products = zip(*sketches, strict=True)
-            if max(products) - min(products) > UNLIKE * max(lengths):
+            if max(products) - min(products) > _UNLIKE * max(lengths):
                 warn_once(
                     logger,
                     "the gradient of '%s' of unit %s is not the same on the ranks of axis '%s', "
-                    "which hold copies of it: these drift apart. A module that sees a part of the "
-                    "sequence needs SequenceParallel(); dropout needs one seed on these ranks",
+                    "which hold copies of the parameter: the copies drift apart. A module that "
+                    "sees a part of the sequence needs SequenceParallel(); dropout needs one seed "
+                    "on these ranks",
                     group.items[index].name,
                     group.label,
                     axis.name,
@@ -79,27 +80,27 @@ def warn_of_unlike_gradients(groups: Iterable[Group]) -> None:
                 return
 
 
-UNLIKE = 0.05  # of a gradient's length: bf16 and the order of sums make less than a tenth of it
+# As a part of a gradient's length. bf16 and the order of sums change less than a tenth of this.
+_UNLIKE = 0.05
 
 
 def _copies(groups: Iterable[Group]) -> Iterator[tuple[comm.Axis, list[tuple[Group, int]]]]:
-    """The axes of tensor parallelism, and the (group, index) whose values its ranks all hold."""
-    groups = [one for one in groups if one.ranks.others is None and not one.main.flat.is_meta]
+    """(axis of tensor parallelism, the parameters that all its ranks hold, as (group, index))."""
+    groups = [g for g in groups if g.ranks.others is None and not g.main.flat.is_meta]
     tiles = [tile for group in groups for tile in group.tiles if tile is not None]
     axes = [axis for tile in tiles for cut in (True, False) for axis in tile.axes(cut=cut)]
     for axis in dict.fromkeys(axes):
-        yield (
-            axis,
-            [
-                (group, index)
-                for group in groups
-                for index, tile in enumerate(group.tiles)
-                if tile is None or axis in tile.axes(cut=False)
-            ],
-        )
+        copies = [
+            (group, index)
+            for group in groups
+            for index, tile in enumerate(group.tiles)
+            if tile is None or axis in tile.axes(cut=False)
+        ]
+        yield axis, copies
 
 
 def _sketch(value: Tensor) -> tuple[float, float]:
+    """(length, product with a fixed vector)."""
     flat = value.detach().reshape(-1).float()
     fixed = torch.arange(flat.numel(), device=flat.device).float().sin()
     length, product = torch.stack([flat.norm(), flat.dot(fixed)]).tolist()
@@ -107,29 +108,29 @@ def _sketch(value: Tensor) -> tuple[float, float]:
 
 
 def _compare(
-    names: Sequence[str], sums: Sequence[int], axis: comm.Axis
+    names: Sequence[str], checksums: Sequence[int], axis: comm.Axis
 ) -> tuple[list[int], Sequence[int]]:
-    """The positions whose checksums are not the same on all ranks of the axis, and the checksums of
-    its first rank. One warning."""
-    everyone = comm.agree(sums, axis)
-    unlike = [theirs for theirs in everyone if theirs != everyone[0]]
+    """(positions whose checksums differ between ranks of the axis, checksums of its first rank).
+    Warns once if any differ."""
+    everyone = comm.agree(checksums, axis)
+    first, others = everyone[0], [theirs for theirs in everyone if theirs != everyone[0]]
     differing = [
         position
-        for position in range(len(sums))
-        if any(theirs[position] != everyone[0][position] for theirs in unlike)
+        for position in range(len(checksums))
+        if any(theirs[position] != first[position] for theirs in others)
     ]
     if differing:
         warn_once(
             logger,
-            "ranks of axis '%s' initialised values differently (first: '%s'); taking the "
-            "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
+            "ranks of axis '%s' initialised values differently (first: '%s'); all get the values "
+            "of the axis's rank 0, in this unit and the units that follow. Seed all ranks alike to "
             "avoid the broadcast",
             axis.name,
             names[differing[0]],
-            about="initial values",  # a model has many units
-            first=axis.rank == 0,  # other ranks of this axis' number may be alike
+            about="initial values",  # once for all units of a model
+            first=axis.rank == 0,  # the job's rank 0 may be on another axis of this name
         )
-    return differing, everyone[0]
+    return differing, first
 
 
 def checksum(value: Tensor) -> int:
@@ -137,9 +138,9 @@ def checksum(value: Tensor) -> int:
     if value.is_meta:
         return 0
     total, first = 0, 1
-    for part in _bits(value).split(1 << 22):  # in parts: the positions take memory too
-        places = torch.arange(first, first + part.numel(), device=part.device)
-        total += int((part.to(torch.int64) * places).sum().item())
+    for part in _bits(value).split(1 << 22):  # in parts, because positions take memory
+        positions = torch.arange(first, first + part.numel(), device=part.device)
+        total += int((part.to(torch.int64) * positions).sum().item())
         first += part.numel()
     return total % (1 << 63)
 

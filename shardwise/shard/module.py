@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedModule: what a wrapped module can be asked, with the names of torch's ``FSDPModule``.
+"""``ShardedModule``: the methods of a wrapped module, named as in torch's ``FSDPModule``.
 
-A wrapped module changes its class in place to ``FSDP<Class>(ShardedModule, FSDPModule, Class)``, so
-``isinstance`` checks of accelerate, Lightning Fabric and torch pipelining hold, and so do names of
-parameters. What cannot hold here raises ``NotImplementedError`` with the reason.
+Wrapping changes the class of a module in place, to ``FSDP<Class>(ShardedModule, FSDPModule,
+Class)``. So ``isinstance`` checks of accelerate, Lightning Fabric and torch pipelining hold, and
+names of parameters do not change. Methods that cannot work raise ``NotImplementedError`` with the
+reason.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from shardwise.shard.unit import Unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a wrapped module, or None; not that of the module inside a CheckpointWrapper or
-    an OptimizedModule, which pass attributes on."""
+    """The unit of a wrapped module, or None."""
+    # vars, because a CheckpointWrapper or an OptimizedModule returns attributes of the one inside.
     return vars(module).get("_shardwise_unit")
 
 
 def units_of(module: nn.Module) -> Iterator[Unit]:
     """The units of a module tree, each once, outer before inner."""
-    found = (unit_of(inner) for inner in module.modules())
-    yield from dict.fromkeys(unit for unit in found if unit is not None)
+    units = (unit_of(inner) for inner in module.modules())
+    yield from dict.fromkeys(unit for unit in units if unit is not None)
 
 
 class UnshardHandle:
@@ -53,11 +54,11 @@ class ShardedModule(FSDPModule):
     _shardwise_unit: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Slicing a container builds a new one: of the original class, not wrapped.
+        # Slicing a container makes a new container. It gets the original class: it is not wrapped.
         original = cls.__mro__[cls._orig_cls_mro_index]
-        made = original.__new__(original, *args, **kwargs)  # type: ignore[call-overload]
-        made.__init__(*args, **kwargs)
-        return made
+        module = original.__new__(original, *args, **kwargs)  # type: ignore[call-overload]
+        module.__init__(*args, **kwargs)
+        return module
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise NotImplementedError(
@@ -73,14 +74,17 @@ class ShardedModule(FSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotImplementedError(
-            "a wrapped module cannot be pickled: one rank has pieces of its parameters. Save "
-            "sw.full_state_dict(model), or all of training with sw.save"
+            "a wrapped module cannot be pickled: each rank has only pieces of its parameters. Save "
+            "sw.full_state_dict(model), or the whole state of training with sw.save"
         )
 
     # ------------------------------------------------------------------ weights by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
-        """Gather this module's own parameters (not those of wrapped modules inside it)."""
+        """Gather this module's parameters, but not those of wrapped modules inside it.
+
+        With ``async_op`` the gather runs in the background; call ``wait()`` on the returned handle.
+        """
         unit = self._ready_unit()
         unit.runtime.lanes.refuse_capture(f"unshard() of '{unit.name}'")
         unit.follow_moves()
@@ -92,14 +96,17 @@ class ShardedModule(FSDPModule):
         return UnshardHandle(unit)
 
     def reshard(self) -> None:
-        """Release them again."""
+        """Release this module's gathered parameters."""
         refuse(self._shardwise_unit.rest())
 
     def reset_iter_state(self) -> None:
-        """Drop an iteration that raised in forward or backward, gradients included."""
+        """Drop an iteration that raised in forward or backward, with its gradients."""
         unit = self._ready_unit()
         if not unit.is_root:
-            raise RuntimeError("reset_iter_state is for the root module: call it there")
+            raise RuntimeError(
+                f"reset_iter_state resets a whole model, and '{unit.name}' is a part of one: call "
+                f"it on the root module"
+            )
         unit.runtime.reset()
 
     def _ready_unit(self) -> Unit:
@@ -112,37 +119,42 @@ class ShardedModule(FSDPModule):
         return self._shardwise_unit
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        """``.to()``, ``.half()``, ``to_empty()``: the new values move into new flat buffers."""
+        """``.to()``, ``.half()``, ``to_empty()``: move the new values into new flat buffers."""
         units = list(units_of(self))  # type: ignore[arg-type]
         for error in [unit.rest() for unit in units]:
             refuse(error)
-        held = [(each._buffers, name) for each in self.modules() for name in each._buffers]  # type: ignore[attr-defined]
-        meta = [place for place in held if (one := place[0][place[1]]) is not None and one.is_meta]
-        # Past FSDPModule, whose own version knows torch's buffers only.
+        on_meta = [
+            (module._buffers, name)
+            for module in self.modules()  # type: ignore[attr-defined]
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        ]
+        # Not FSDPModule's version, which handles torch's flat buffers.
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
             unit.adopt()
-        for buffers, name in meta:
-            if not buffers[name].is_meta:  # by to_empty, which has no values
+        for buffers, name in on_meta:
+            if not buffers[name].is_meta:  # to_empty made memory, without values
                 setattr(buffers[name], EMPTY, buffers[name]._version)
         return result
 
     # ------------------------------------------------------------------ gradient accumulation
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is a step's last: only then do gradients that wait (zero(0),
-        zero(1), the outer axis of hsdp and hfsdp) go the rest of their way."""
+        """Whether the next backward is the last one of a step. Reductions that are due once a step
+        (zero(0), zero(1), the outer axis of hsdp and hfsdp) happen only in the last backward."""
         self._set(True, last=is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients at all; without, they add up whole on every rank."""
+        """Whether backward reduces gradients. Without reductions, whole gradients are added up on
+        every rank."""
         self._set(recurse, sync=requires_gradient_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients: those of microbatches that wait to be reduced too, and those of
-        parameters that are gathered by hand (the module holds whole weights then)."""
+        """Drop all gradients: also those of microbatches that are not reduced yet, and those of
+        modules that hold whole weights after ``unshard()``."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for group in (group for unit in units_of(self) for group in unit.groups):  # type: ignore[arg-type]
             group.main.version.waiting.clear()
@@ -153,38 +165,37 @@ class ShardedModule(FSDPModule):
                     parameter.grad.zero_()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the outer axis too."""
+        """Whether backward also reduces over the outer axis."""
         self._set(recurse, reduce_outer=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by this instead of the number of ranks."""
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor}): the factor must be positive")
         for group in self._shardwise_unit.groups:
             group.gradients.divisor = float(factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sum on the wire and divide afterwards, where a backend would do both in one pass."""
+        """Let collectives only sum, and divide afterwards, even if the backend could average."""
         for group in self._shardwise_unit.groups:
             group.gradients.sum_only = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a parameter without a gradient counts as zeros (else ``.grad`` stays None)."""
+        """Whether a parameter without a gradient gets zeros. Otherwise ``.grad`` stays None."""
         self._set(recurse, unused="zeros" if reduce_scatter_unused_params else "none")
 
-    # ------------------------------------------------------------------ when weights are there
+    # ------------------------------------------------------------------ gather and release
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the whole weights are released after forward and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}: "
-                f"a number is for fully_shard itself, where its groups of ranks are made"
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}: pass a "
+                f"number of ranks to fully_shard, which makes the groups of ranks"
             )
         self._set(recurse, release_after_forward=reshard_after_forward, kept_axis=None)
 
@@ -195,21 +206,22 @@ class ShardedModule(FSDPModule):
         self._set(recurse, release_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False where backward does not read the weights (an embedding). One that reads them after
-        all raises: torch takes them for written."""
+        """Whether weights are gathered for backward. Pass False if backward does not read them (an
+        embedding). A backward that does read them then raises, because torch sees their memory as
+        modified in place."""
         self._shardwise_unit.gather_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Whose weights to gather while this module computes forward, instead of the next one's."""
+        """Gather the weights of ``modules``, and not of the next module, during this forward."""
         self._shardwise_unit.forward_prefetch = _references(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward."""
+        """Gather the weights of ``modules``, and not of the next module, during this backward."""
         self._shardwise_unit.backward_prefetch = _references(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's gathers wait for ``event``, recorded after the optimizer's step,
-        instead of everything issued before that forward."""
+        """Let the gathers of the next forward wait for ``event``, which you recorded after the
+        optimizer's step, and not for everything issued before that forward."""
         self._ready_unit().runtime.await_writers(event)
 
     # ------------------------------------------------------------------ communication
@@ -217,18 +229,19 @@ class ShardedModule(FSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many gradient buffers may be alive; one by default. Two help where the reduction of
-        one unit takes longer than the backward of the next."""
+        """Set how many gradient buffers may be in memory; by default one. Two help if the reduction
+        of a unit takes longer than the backward of the next unit."""
         if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): at least 1"
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): pass an int of 1 or "
+                f"more"
             )
         self._ready_unit().runtime.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reductions on communicators of their own, so that NCCL can overlap them with gathers."""
+        """Use separate communicators for reductions, so that NCCL can overlap them with gathers."""
         runtime = self._ready_unit().runtime
         if not enable:
             runtime.separate_reduce = False
@@ -239,9 +252,9 @@ class ShardedModule(FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: buffers keep one storage for "
-                "life, so that views saved by autograd survive a release; NCCL's allocator cannot "
-                "resize it"
+                "set_allocate_memory_from_process_group_for_comm: a buffer keeps one storage for "
+                "all its life, so that views saved by autograd survive a release. NCCL's allocator "
+                "cannot resize such a storage"
             )
 
     def _set(self, recurse: bool, **settings: Any) -> None:
@@ -253,7 +266,7 @@ _BY_THE_MESH = (
     "all collectives are issued by shardwise.comm, which counts them and knows the backend. Choose "
     "the communicator by the mesh"
 )
-# Methods of torch's that cannot hold here, and the reasons.
+# Methods of torch's FSDPModule that cannot work, and the reasons.
 REFUSED = {
     "set_all_reduce_hook": "gradients go to their main placement in one chain of collectives; "
     "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook",
@@ -269,8 +282,8 @@ def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
     def refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name}: {reason}")
 
-    theirs = getattr(FSDPModule, name, None)  # not in every torch that we support
-    return refused if theirs is None else functools.wraps(theirs)(refused)
+    method = getattr(FSDPModule, name, None)  # not in every torch that we support
+    return refused if method is None else functools.wraps(method)(refused)
 
 
 for _name, _reason in REFUSED.items():
@@ -279,27 +292,31 @@ for _name, _reason in REFUSED.items():
 
 def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:
     units = [unit_of(module) for module in modules]
-    strangers = [type(m).__name__ for m, unit in zip(modules, units, strict=True) if unit is None]
-    if strangers:
-        raise ValueError(f"{strangers} are not wrapped by fully_shard and cannot be prefetched")
+    plain = [type(m).__name__ for m, unit in zip(modules, units, strict=True) if unit is None]
+    if plain:
+        raise ValueError(
+            f"{plain} are not wrapped by fully_shard and cannot be prefetched: pass wrapped modules"
+        )
     return [weakref.ref(unit) for unit in units if unit is not None]
 
 
 def mark_written(model: nn.Module) -> None:
-    """Tell that main weights of a wrapped model were written where no version counter sees it: by
-    numpy, DLPack, ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step.
+    """Mark the main weights of a wrapped model as written, so that the next forward gathers them.
 
-    Weights that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8)
-    are made anew by the next forward. Call it after the write, on every rank. Torch's operations on
-    a parameter or its ``to_local()``, every ``torch.optim`` optimizer and every load are seen
-    without it. A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy)
-    shows the memory of the unwrapped model: what is written there reaches no weight, told or not.
+    Call it on every rank after a write that no version counter sees: by numpy, DLPack,
+    ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step. Otherwise weights
+    that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8) keep
+    their old values. Operations of torch on a parameter or its ``to_local()``, all ``torch.optim``
+    optimizers and all loads are seen without this call.
+
+    A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy) shows the
+    memory of the unwrapped model. A write to such a view never reaches a weight.
     """
     units = list(units_of(model))
     if not units:
         raise ValueError(
             f"mark_written: nothing of this {type(model).__name__} is wrapped by fully_shard or "
-            f"data_parallel, so no weights are kept beside its parameters"
+            f"data_parallel, so there are no gathered weights to make anew: leave the call out"
         )
     for unit in units:
         for group in unit.groups:

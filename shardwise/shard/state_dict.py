@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of wrapped models: sharded as they are, or whole and plain for exchange.
+"""State dicts of wrapped models with whole, plain tensors, for one plain file.
 
-``model.state_dict()`` holds DTensors over the main weights and costs nothing;
-``torch.distributed.checkpoint`` saves and loads these under any layout, unless experts are spread
-over ranks: it would take one rank's experts for all (``sw.save`` stores each expert by itself). The
-functions here are for one plain file.
+``model.state_dict()`` itself holds DTensors over the main weights and copies nothing.
+``torch.distributed.checkpoint`` saves and loads these under any layout, except for experts that are
+spread over ranks: it would save one rank's experts for all (``sw.save`` stores each expert).
 """
 
 from __future__ import annotations
@@ -26,86 +25,89 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def clean(name: str) -> str:
-    """The name that a parameter would have without wrappers inside the model (torch.compile)."""
+    """The name of a parameter without the parts that wrappers inside the model add (torch.compile,
+    CheckpointWrapper)."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def full_state_dict(
     model: nn.Module, *, device: torch.device | str | None = "cpu", only_first_rank: bool = False
 ) -> dict[str, Any]:
-    """The state dict with whole, plain tensors, gathered one parameter at a time. Collective.
+    """The state dict with whole, plain tensors. All ranks must call it together.
 
-    With ``only_first_rank`` all ranks take part, and the others return an empty dictionary. Tied
-    parameters are one tensor, as in the state dict of a plain model.
+    Parameters are gathered one at a time. With ``only_first_rank`` all other ranks return an empty
+    dictionary. Tied parameters are one tensor, as in the state dict of a plain model.
     """
     keep = not only_first_rank or torch.distributed.get_rank() == 0
     spread = _spread_linears(model)
     result: dict[str, Any] = {}
-    first: dict[int, str] = {}  # the first name of each piece
+    first_names: dict[int, str] = {}  # by the id of the local tensor, to find tied parameters
     for name, value in model.state_dict().items():
         sharded = isinstance(value, ShardedTensor)
         path, _, last = name.rpartition(".")
-        alone = sharded and path not in spread  # else one name may become many
-        if alone and (tied := first.setdefault(id(value._local_tensor), name)) != name:
-            if keep:
-                result[clean(name)] = result[clean(tied)]
-            continue
-        if isinstance(value, DTensor):  # of tensor parallelism alone, too
+        if sharded and path not in spread:  # a name of spread experts may become several names
+            first = first_names.setdefault(id(value._local_tensor), name)
+            if first != name:
+                if keep:
+                    result[clean(name)] = result[clean(first)]
+                continue
+        if isinstance(value, DTensor):  # also a DTensor of tensor parallelism that is not sharded
             value = value.full_tensor()
-        values = {name: value}
+        entries = {name: value}
         if path in spread and isinstance(value, Tensor):
-            values = _gather_experts(name, last, value, *spread[path])
-        for key, each in values.items() if keep else ():
-            if isinstance(each, Tensor):
-                # A copy, unless it is one: training goes on to change the original.
-                each = each.detach().to(device or each.device, copy=not sharded)
-            result[clean(key)] = each
+            entries = _gather_experts(name, last, value, *spread[path])
+        for key, entry in entries.items() if keep else ():
+            if isinstance(entry, Tensor):
+                # Copy tensors that were not gathered: training will change the original.
+                entry = entry.detach().to(device or entry.device, copy=not sharded)
+            result[clean(key)] = entry
     return result
 
 
 def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axis]]:
-    """The linears whose experts are spread over ranks, by name, with the axis of the spread."""
+    """The linears whose experts are spread over ranks, by name, with the axis of these ranks."""
     axes = {
         linear: mixture.axis
         for mixture in mixtures_of(model)
         for linear in (mixture.experts.fc1, mixture.experts.fc2)
     }
-    found = {}
+    spread = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, GroupedLinear) and module.is_spread:
             axis = axes.get(module)
             if axis is None:
                 raise ValueError(
                     f"'{name}' has {module.num_experts} of {module.total_experts} experts, and "
-                    f"the ranks that have the others are not known: spread them with "
+                    f"the ranks that have the others are not known: spread the experts with "
                     f"MixtureOfExperts.spread(axis), or save with sw.save"
                 )
-            found[name] = module, axis
-    return found
+            spread[name] = module, axis
+    return spread
 
 
 def _gather_experts(
     name: str, last: str, value: Tensor, linear: GroupedLinear, axis: comm.Axis
 ) -> dict[str, Tensor]:
-    """One tensor of a linear with the experts of all ranks: stacked, or one entry per expert."""
+    """A tensor of a linear from all ranks: one stack of experts, or one entry for each expert."""
     value = value.detach().contiguous()
-    together = value.new_empty(axis.size, *value.shape)
-    comm.all_gather(together.view(-1), value.view(-1), axis).wait()
+    gathered = value.new_empty(axis.size, *value.shape)
+    comm.all_gather(gathered.view(-1), value.view(-1), axis).wait()
     if last in linear.layouts:
-        return {name: together.flatten(0, 1)}
+        return {name: gathered.flatten(0, 1)}
     kind = last.rstrip("0123456789")
     index, stem = int(last[len(kind) :]), name[: len(name) - len(last)]
     return {
         f"{stem}{kind}{rank * linear.num_experts + index}": part
-        for rank, part in enumerate(together)
+        for rank, part in enumerate(gathered)
     }
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load whole main weights: every rank passes all values and keeps its pieces. No communication.
+    """Load whole main weights. Every rank passes all values and keeps its pieces, without
+    communication.
 
-    The optimizer updates the loaded weights. All keys may have one prefix more than the model's
-    (``module.``, ``model.``), and experts may be in the other layout.
+    The optimizer continues from the loaded weights. All keys may have one more prefix than the
+    names in the model (``module.``, ``model.``), and experts may be in the other layout.
     """
     names = set(model.state_dict())
     for path, module in model.named_modules():
@@ -113,22 +115,23 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             stem = f"{path}." if path else ""
             for name in module.layouts:
                 names |= {f"{stem}{name}", *indexed_keys(stem, name, module.total_experts)}
-    own = {clean(name): name for name in names}
+    in_model = {clean(name): name for name in names}
     state = {clean(key): value for key, value in state.items()}
-    prefix = _prefix_of(state, own.keys())
-    state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return model.load_state_dict({own.get(key, key): state[key] for key in state}, strict=strict)
+    prefix = _prefix_of(state, in_model)
+    short = {key.removeprefix(prefix): value for key, value in state.items()}
+    values = {in_model.get(key, key): value for key, value in short.items()}
+    return model.load_state_dict(values, strict=strict)
 
 
 def _prefix_of(state: Mapping[str, Any], names: Container[str]) -> str:
-    """The prefix that every key has before a name of the model; "" where there is none or more than
-    one, and loading then names the missing keys."""
-    found = set()
+    """The prefix that every key has before a name of the model; "" if there is none, or if there
+    are several. Loading then reports the missing keys."""
+    prefixes = set()
     for key in state:
         parts = key.split(".")
         suffixes = (".".join(parts[first:]) for first in range(len(parts)))
         name = next((suffix for suffix in suffixes if suffix in names), None)
         if name is not None:
-            found.add(key.removesuffix(name))
-    prefix = found.pop() if len(found) == 1 else ""
+            prefixes.add(key.removesuffix(name))
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return prefix if all(key.startswith(prefix) for key in state) else ""

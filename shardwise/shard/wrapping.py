@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of wrapping a module: find its parameters, make their values the same on all ranks, and
-give the module its class and hooks."""
+"""Wrapping a module: find its parameters and buffers, and give the module its class and hooks."""
 
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +35,10 @@ from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 
-# Torch's pipeline stages ask torch's verb for the state of a module, which is kept under this key.
+# Torch's pipeline stages look a module's state up under this key, torch's own ``fully_shard``.
 _TORCH_VERB = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-UNEVEN = "_shardwise_uneven"  # of a plain parameter that stands for a tile in a plan
-# "tensor": a promise that no matrix is cut, refused where padding would be too much of it.
+UNEVEN = "_shardwise_uneven"  # an attribute of plain parameters that stand for tiles in a plan
+# "tensor" promises that no matrix is cut; fully_shard refuses it if padding would be too much.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
 
 
@@ -58,8 +56,8 @@ class Found:
 
     @cached_property
     def local(self) -> Tensor:
-        """The tensor to lay out, with the attributes of the parameter: the parameter itself, or
-        this rank's tile of a DTensor."""
+        """The tensor to lay out: the parameter itself, or this rank's tile of a DTensor, with the
+        attributes of the parameter."""
         if not isinstance(self.parameter, DTensor) or isinstance(self.parameter, ShardedTensor):
             return self.parameter
         tile = self.parameter._local_tensor.detach()
@@ -70,23 +68,23 @@ class Found:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that is laid out."""
-        ours = isinstance(self.parameter, ShardedTensor)
-        return self.parameter.cut.item_shape if ours else tuple(self.local.shape)  # type: ignore[attr-defined]
+        if isinstance(self.parameter, ShardedTensor):
+            return self.parameter.cut.item_shape
+        return tuple(self.local.shape)
 
     @cached_property
     def uneven(self) -> bool:
         """Whether ranks of tensor parallelism hold tiles of different shapes."""
-        over = self.parameter
-        if isinstance(over, ShardedTensor):
-            return over.cut.tile is not None and len(over.cut.tile.shapes) > 1
-        if not isinstance(over, DTensor):
-            return getattr(over, UNEVEN, False)
-        pairs = zip(over.placements, over.device_mesh.shape, strict=True)
-        cuts = [(one.dim, size) for one, size in pairs if isinstance(one, Shard)]
-        return any(
-            over.shape[dim] % math.prod(size for other, size in cuts if other == dim)
-            for dim, _ in cuts
-        )
+        parameter = self.parameter
+        if isinstance(parameter, ShardedTensor):
+            return parameter.cut.tile is not None and len(parameter.cut.tile.shapes) > 1
+        if not isinstance(parameter, DTensor):
+            return getattr(parameter, UNEVEN, False)
+        parts: dict[int, int] = {}  # by dimension: the number of parts that it is cut into
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                parts[placement.dim] = parts.get(placement.dim, 1) * size
+        return any(parameter.shape[dim] % number for dim, number in parts.items())
 
     @property
     def owners(self) -> tuple[type[nn.Module], ...]:
@@ -94,7 +92,7 @@ class Found:
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """``modules`` without repetitions and without modules inside another one of the list."""
+    """``modules`` without repetitions, and without modules that are inside others of the list."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     unique: list[nn.Module] = []
     for module in modules:
@@ -104,70 +102,80 @@ def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
-    """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
+    """Parameters below ``roots`` that no inner unit owns, in the order of registration. A tied
+    parameter is listed once."""
     found = parameters_and_units(roots, ignored, lambda module: unit_of(module) is not None)
-    return [one for one in found if isinstance(one, Found)]
+    return [entry for entry in found if isinstance(entry, Found)]
 
 
 def own_buffers(
     roots: Sequence[nn.Module], *, attributes: bool = False
 ) -> list[tuple[str, Tensor]]:
-    """Names and values of the buffers below ``roots`` that no inner unit has, but for sparse and
-    distributed ones; or of tensors that are plain attributes, or in short lists and dicts there."""
-    below = modules_below([("", root) for root in roots], lambda one: unit_of(one) is not None)
-    own = [(path, module) for path, module, inner in below if not inner]
-    found = [
-        (f"{path}{name}", value)
-        for path, module in own
-        for name, values in (vars(module) if attributes else module._buffers).items()
-        for value in (_inside(values) if name not in ("_parameters", "_buffers") else ())
-    ]
-    return [(n, v) for n, v in found if type(v) is Tensor and v.layout == torch.strided]
+    """Names and values of the buffers below ``roots`` that no inner unit has, without sparse and
+    distributed tensors.
 
-
-def _inside(value: Any) -> Sequence[Any]:
-    value = list(value.values()) if isinstance(value, dict) else value
-    return value[:64] if isinstance(value, list | tuple) else (value,)
+    ``attributes``: instead of buffers, the tensors that modules keep as plain attributes, or in
+    attributes that are lists or dicts (the first 64 entries).
+    """
+    below = modules_below([("", root) for root in roots], lambda m: unit_of(m) is not None)
+    tensors = []
+    for path, module, is_inner in below:
+        if is_inner:
+            continue
+        for name, value in (vars(module) if attributes else module._buffers).items():
+            if name in ("_parameters", "_buffers"):
+                continue
+            entries = list(value.values()) if isinstance(value, dict) else value
+            entries = entries[:64] if isinstance(entries, list | tuple) else [entries]
+            tensors += [
+                (f"{path}{name}", entry)
+                for entry in entries
+                if type(entry) is Tensor and entry.layout == torch.strided
+            ]
+    return tensors
 
 
 def parameters_and_units(
     roots: Sequence[nn.Module], ignored: set[nn.Parameter], is_unit: Callable[[nn.Module], bool]
 ) -> Iterator[Found | tuple[str, nn.Module]]:
-    """The same, and (path, module) of each inner unit in its place."""
+    """The parameters of :func:`find_parameters`, and between them, in the order of registration,
+    (path, module) of each inner unit."""
     found: dict[int, Found] = {}
-    skipped = {id(parameter) for parameter in ignored}
+    ignored_ids = {id(parameter) for parameter in ignored}
     several = len(roots) > 1
     named = [(f"{number}." if several else "", root) for number, root in enumerate(roots)]
-    for path, module, inner in modules_below(named, is_unit):
-        if inner:
+    for path, module, is_inner in modules_below(named, is_unit):
+        if is_inner:
             yield path, module
             continue
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in skipped:
+            if parameter is None or id(parameter) in ignored_ids:
                 continue
-            if new := id(parameter) not in found:
-                found[id(parameter)] = Found(f"{path}{name}", parameter, [])
-            found[id(parameter)].places.append((module._parameters, name))
-            found[id(parameter)].modules.append(module)
-            if new:
-                yield found[id(parameter)]
+            is_new = id(parameter) not in found
+            entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
+            entry.places.append((module._parameters, name))
+            entry.modules.append(module)
+            if is_new:
+                yield entry
 
 
 def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
-    """The grain of one parameter: the given one, or the one that the given function returns."""
+    """The grain of one parameter, by the ``grain`` that the user passed."""
     if choice is None or isinstance(choice, Grain):
         return choice or ROW
     if choice == "tensor":
         shape = found.parameter.shape
-        return TENSOR if len(shape) == 2 else tensor_fraction(shape[0]) if len(shape) > 2 else ROW
+        if len(shape) > 2:
+            return tensor_fraction(shape[0])
+        return TENSOR if len(shape) == 2 else ROW
     return choice(found.name, found.parameter)
 
 
 def wrap_units(model: nn.Module) -> list[nn.Module]:
-    """The modules to wrap, inner before outer: every block of the outermost lists, then the model.
+    """The modules to wrap, inner before outer: the blocks of the outermost lists, then the model.
 
-    A block is an entry of a ``ModuleList`` that holds parameters; lists inside a block, such as its
-    experts, stay with it.
+    A block is an entry of a ``ModuleList`` that has parameters. Lists inside a block, such as a
+    list of experts, belong to the block.
     """
     blocks: list[nn.Module] = []
     waiting = [model]
@@ -192,7 +200,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def install(
     roots: Sequence[nn.Module], unit: Unit, device: torch.device, found: Sequence[Found]
 ) -> None:
-    """Swap parameters, move buffers, change classes and add hooks; undo all if anything fails."""
+    """Replace parameters, move buffers, change classes and add hooks. If a step before the hooks
+    fails, undo the steps."""
     classes = [type(root) for root in roots]
     before = [(parameters, name, parameters[name]) for parameters, name, *_ in unit.places]
     try:
@@ -200,7 +209,8 @@ def install(
         for root in roots:
             _move_buffers(root, device)
             root.__class__ = _wrapped_class(type(root))
-            vars(root)["_shardwise_unit"] = unit  # an OptimizedModule would pass it on inside
+            # Past __setattr__: an OptimizedModule would set the attribute of the module inside.
+            vars(root)["_shardwise_unit"] = unit
     except Exception:
         for root, original in zip(roots, classes, strict=True):
             root.__class__ = original
@@ -210,7 +220,7 @@ def install(
         raise
     for root in roots:
         root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
-        # Torch's ``replicate`` (DDP without a wrapper) around this module leaves it out by this.
+        # By this, torch's ``replicate`` (DDP without a wrapper) of an outer module leaves this out.
         root.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
@@ -223,8 +233,9 @@ def install(
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
-    if lost := [f.name for f in found if f.parameter.grad is not None]:
-        warn_once(logger, "gradients from before wrapping are dropped: %s", quoted(lost))
+    with_grad = [f.name for f in found if f.parameter.grad is not None]
+    if with_grad:
+        warn_once(logger, "gradients from before wrapping are dropped: %s", quoted(with_grad))
 
 
 def _move_buffers(root: nn.Module, device: torch.device) -> None:
@@ -245,100 +256,95 @@ def _wrapped_class(original: type) -> type:
 
 
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' and peft's own, given whole weights: call it on every rank; rank 0 writes."""
+    """``save_pretrained`` of transformers and peft, with whole weights. All ranks call it, and
+    rank 0 writes."""
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(self, only_first_rank=True)
     kwargs.setdefault("is_main_process", torch.distributed.get_rank() == 0)
     return super(ShardedModule, self).save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
+# The hooks are on wrapped modules only, so their module always has a unit.
+
+
 @uncompiled
-def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
-    if not in_checkpoint() and not in_recomputation():  # which count all that autograd saves
+def _pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
+    # Checkpoints count all tensors that autograd saves, so their hooks must see all of them.
+    if not in_checkpoint() and not in_recomputation():
         hide_from_hooks()
-    return unit._pre_forward(module, args, kwargs)
+    return module._shardwise_unit._pre_forward(module, args, kwargs)
 
 
 @uncompiled
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit.post_forward(output)
+def _post_forward(module: Any, args: Any, output: Any) -> Any:
+    return module._shardwise_unit.post_forward(output)
 
 
 @uncompiled
-def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
-    """Put the sharded parameters back after a forward that raised: code that catches the exception
-    and calls ``model.zero_grad()`` means the sharded parameters. And others' hooks after each."""
+def _after_failure(module: Any, args: Any, output: Any) -> None:
+    """Undo ``hide_from_hooks`` after every forward. After a forward that raised, also put the
+    sharded parameters back: code that catches the exception and calls ``model.zero_grad()`` means
+    these parameters."""
     show_to_hooks()
-    unit = unit_of(module)
-    if unit is None or not unit.calls.running:
-        return
-    if not unit.runtime.in_backward and not unit.runtime.in_other_thread:
+    unit = module._shardwise_unit
+    if unit.calls.running and not (unit.runtime.in_backward or unit.runtime.in_other_thread):
         unit.drop_dead_calls(entering=True)
 
 
-def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     """Show the sharded parameters to the state dict, even while whole weights are gathered."""
-    unit = unit_of(module)
-    if unit is not None:
-        unit.hide_at_rest()
-        unit.hide()
+    module._shardwise_unit.hide_at_rest()
+    module._shardwise_unit.hide()
 
 
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    """Show the whole weights again to a forward or backward that made the state dict."""
-    unit = unit_of(module)
-    if unit is not None:
-        unit.show_again()
+def _after_state_dict(module: Any, *_: Any) -> None:
+    """Show the whole weights again if a forward or backward called ``state_dict()``."""
+    module._shardwise_unit.show_again()
 
 
 def _before_load(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    unit = unit_of(module)
-    if unit is not None:
-        unit.put_away(release=False)  # writes to whole weights are overwritten
-        unit.assigns = metadata.get("assign_to_params_buffers", False)
-        sketches = _sketches(unit, module, state_dict, prefix)
-        for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
-            pairs = zip(sketches, unit.groups, strict=True)
-            mine = [one for one, group in pairs if axis in group.ranks.axes]
-            values = zlib.crc32(repr(mine).encode())
-            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
+    """Show the sharded parameters, and record the load, so that ranks can compare its values."""
+    unit: Unit = module._shardwise_unit
+    unit.put_away(release=False)  # the load overwrites what was written to whole weights
+    unit.assigns = metadata.get("assign_to_params_buffers", False)
+    checksums = _load_checksums(unit, module, state_dict, prefix)
+    for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
+        pairs = zip(checksums, unit.groups, strict=True)
+        on_axis = [checksum for checksum, group in pairs if axis in group.ranks.axes]
+        values = zlib.crc32(repr(on_axis).encode())
+        axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
     _refuse_codes(module, state_dict, prefix)
 
 
-def _after_load(module: nn.Module, keys: Any) -> None:
-    """Move tensors that ``assign=True`` put in place of the parameters into their buffers."""
-    unit = unit_of(module)
-    if unit is not None and unit.assigns:
-        unit.assign()
+def _after_load(module: Any, keys: Any) -> None:
+    """Move the tensors that ``assign=True`` put in place of parameters into the flat buffers."""
+    if module._shardwise_unit.assigns:
+        module._shardwise_unit.assign()
 
 
-def _sketches(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> list[int]:
-    """For each group a checksum of some numbers of each whole tensor that is loaded: the same on
-    the ranks of the group, which may not be those of another (experts)."""
-    numbers = {(id(parameters), name): number for parameters, name, number, _ in unit.places}
-    found = [0] * len(unit.groups)
+def _load_checksums(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> list[int]:
+    """For each group, a checksum of some elements of each whole tensor that is loaded. It must be
+    equal on all ranks of the group; the groups of one unit may be on different ranks (experts)."""
+    group_of = {(id(parameters), name): number for parameters, name, number, _ in unit.places}
+    checksums = [0] * len(unit.groups)
     for path, inner in module.named_modules():
         for name in inner._parameters:
-            number = numbers.get((id(inner._parameters), name))
+            number = group_of.get((id(inner._parameters), name))
             value = state_dict.get(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
             if number is not None and type(value) in (Tensor, nn.Parameter):
-                found[number] = sketch(value, found[number])
-    return found
+                checksums[number] = sketch(value, checksums[number])
+    return checksums
 
 
 def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Raise for 8-bit codes, which ``copy_`` would silently read as numbers."""
+    """Raise for fp8 codes, which ``copy_`` would silently read as numbers."""
     for name, parameter in module.named_parameters():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.itemsize == 1 < parameter.itemsize:
             raise ValueError(
-                f"'{prefix}{name}' is {value.dtype}: codes, not values, and main weights are never "
-                f"decoded from codes without being asked. Load the values that were encoded, or "
-                f"decode them yourself (shardwise.precision.FP8Tensor)"
+                f"'{prefix}{name}' is {value.dtype}: codes, not values. Loading does not decode "
+                f"codes into main weights. Load the values that were encoded, or decode the codes "
+                f"first (shardwise.precision.FP8Tensor)"
             )

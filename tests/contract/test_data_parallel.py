@@ -321,7 +321,7 @@ def test_what_cannot_work_is_refused_by_name_on_every_rank() -> None:
     expected = {
         "stage 3": "data_parallel: .*compute=\\[S\\].*fully_shard",
         "two axes": "2 data-parallel axes, but the mesh",
-        "bucket": "bucket_mb=0: a number of megabytes above 0",
+        "bucket": "bucket_mb=0: pass a number of megabytes above 0",
         "twice": "FSDPNet is wrapped already",
         "inner": "wrapped already: data_parallel takes the whole model",
         "pattern": "'experts' matches no parameter",

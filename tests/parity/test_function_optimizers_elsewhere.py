@@ -138,7 +138,7 @@ def test_other_matrices_on_other_ranks_are_refused(rank: int, world_size: int) -
                 model, one, nn.Parameter(distribute_tensor(value.detach(), mesh["tp"], [place]))
             )
         sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
-        with pytest.raises(ValueError, match=f"'{name}' is cut between its matrices by tensor"):
+        with pytest.raises(ValueError, match=f"tensor parallelism cuts '{name}' between"):
             soap_of(model)
 
 

@@ -207,7 +207,7 @@ def test_an_optimizer_that_cannot_work_is_refused() -> None:
         late = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="'weight' has no values yet"):
         sw.optimizer(late, matrix=sw.muon(), elementwise=sw.adamw())
-    with pytest.raises(TypeError, match=r"takes the model itself.*sw\.Muon takes parameters"):
+    with pytest.raises(TypeError, match=r"takes the model, not a.*sw\.Muon takes parameters"):
         sw.optimizer(nn.Linear(3, 3).parameters(), matrix=None, elementwise=sw.adamw())
 
 
@@ -334,7 +334,7 @@ def test_gaps_of_a_state_dict_are_told(caplog: pytest.LogCaptureFixture) -> None
     one.load_state_dict(saved)
     lacks, begins = (record.getMessage() for record in caplog.records)
     assert "lacks 'momentum', which stay" in lacks and one.param_groups[0]["momentum"] == 0.8
-    assert f"has no states of '{name}', which begin anew" in begins
+    assert f"has no states of '{name}', which begin again" in begins
     one.step()
 
 

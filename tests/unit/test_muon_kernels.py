@@ -186,7 +186,7 @@ def sharded(rank: int, world_size: int) -> list[str]:
             )
             (group,) = optimizer._matrix_groups
             assert group.packs and group.exchange.results == torch.float16
-            assert group.exchange.moves
+            assert group.exchange.communicates
             different = [name for name in whole if not torch.equal(found[name], whole[name])]
             assert not different, (stage, options, different)
             assert_close(found, plain)

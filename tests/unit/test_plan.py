@@ -209,11 +209,13 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
         price = {8: "grain='tensor' is refused", 10: "100 % of the model in one bucket, 0.0 %"}
         assert whole == 10 or price[ranks] in str(made)
-    with pytest.raises(ValueError, match=r"10 matrices whole on 64 ranks would pad them by 540 %"):
+    with pytest.raises(
+        ValueError, match=r"10 matrices whole on 64 ranks would pad buckets by 540 %"
+    ):
         plan(model, {"dp": 64}, "zero1", optimizer="muon", bucket_mb=1, grain="tensor")
     with pytest.raises(ValueError, match=r"grain='tensor': 'weight' and the other 0 .* 3 ranks"):
         plan(model, {"dp": 3}, "zero3", grain="tensor")
-    with pytest.raises(ValueError, match="plan: grain='whole': 'tensor', a Grain"):
+    with pytest.raises(ValueError, match="plan: grain='whole': choose 'tensor', a Grain"):
         plan(model, {"dp": 3}, "zero3", grain="whole")
 
 
