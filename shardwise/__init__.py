@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shardwise: sharded training with whole-matrix optimizers, as configurations of one idea.
+"""shardwise: sharded training (ZeRO, FSDP, HSDP) with whole-matrix optimizers such as Muon.
 
 import shardwise as sw
 
@@ -30,21 +30,22 @@ TORCH = (2, 11)  # the oldest torch that is tested
 
 
 def check_torch() -> None:
-    """Raise ``ImportError``, in one line, where torch is missing or too old; torch is not imported.
+    """Raise ``ImportError``, in one line, if torch is missing or too old, without importing torch.
 
-    An old torch would fail later, with the name of whatever it happens to lack.
+    An old torch would fail later, at the first name that it lacks.
     """
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        says = "torch is not installed"
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        problem = "torch is not installed"
     else:
-        file = Path(found.origin).with_name("version.py")
+        file = Path(spec.origin).with_name("version.py")
         text = file.read_text() if file.is_file() else ""
         version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", text)
         if version is None or (int(version[2]), int(version[3])) >= TORCH:
             return
-        says = f"torch {version[1]} is installed"
-    raise ImportError(f"pip install 'torch>={TORCH[0]}.{TORCH[1]}': shardwise needs it, and {says}")
+        problem = f"torch {version[1]} is installed"
+    oldest = f"{TORCH[0]}.{TORCH[1]}"
+    raise ImportError(f"pip install 'torch>={oldest}': shardwise needs it, and {problem}")
 
 
 def __getattr__(name: str) -> Any:

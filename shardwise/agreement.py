@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that all ranks raise together, and agreement on what they are about to do.
+"""Errors that all ranks raise together, and checks that ranks are about to do the same.
 
     rank 0   problems: none       --\
     rank 1   problems: "'w' ..."  --->  exchanged over an axis  -->  every rank raises "'w' ..."
 
-A rank that raises alone leaves the others waiting in their next collective. ``together`` is for
-work that may fail on any rank; ``raise_together`` is for problems that were found already, and for
-ranks that are about to do different things, of which none is wrong by itself. ``differ`` and
-``any_rank_in_step`` compare facts in every step, a bit each.
+A rank that raises alone leaves the others waiting in their next collective. ``together`` runs work
+that may fail on any rank. ``raise_together`` raises problems that a rank has found already, and
+finds ranks that are about to do different things, where none of them is wrong by itself. ``differ``
+and ``any_rank_in_step`` compare a few bits, and are cheap enough for every step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def together(
     work: Callable[[], T],
     axis: comm.Axis,
     *,
-    facts: Callable[[T], Any] = lambda made: None,
+    facts: Callable[[T], Any] = lambda value: None,
     error: JointError = lambda kinds, text: ValueError(text),
 ) -> tuple[T, list[Any]]:
     """Run ``work`` on every rank; return its value and every rank's ``facts`` of the value.
@@ -48,33 +48,33 @@ def together(
     There is one exchange, whether ``work`` raises or not. If any rank raises, all ranks raise
     ``error(names of the exceptions' classes, text)``; the text says which rank found what.
     """
-    failed: tuple[str, str] | None = None
-    found: Any = None
+    problem: tuple[str, str] | None = None  # the name of the exception's class, and its text
+    value_facts: Any = None
     cause: Exception | None = None
     try:
-        made = work()
-        found = facts(made)
-    except Exception as problem:
-        cause = problem
-        name = type(problem).__name__
-        failed = name, (str(problem) or name)[:_MAX_TEXT]
-    everyone = comm.agree((failed, found), axis)
-    problems = {rank: one for rank, (one, _) in enumerate(everyone) if one is not None}
+        value = work()
+        value_facts = facts(value)
+    except Exception as exception:
+        cause = exception
+        name = type(exception).__name__
+        problem = name, (str(exception) or name)[:_MAX_TEXT]
+    answers = comm.agree((problem, value_facts), axis)
+    problems = {rank: theirs for rank, (theirs, _) in enumerate(answers) if theirs is not None}
     if not problems:
-        return made, [fact for _, fact in everyone]
+        return value, [theirs for _, theirs in answers]
     raise error({name for name, _ in problems.values()}, _message(problems, axis.size)) from cause
 
 
 def _message(problems: dict[int, tuple[str, str]], num_ranks: int) -> str:
-    """Each text once, behind the ranks that found it unless all ranks did."""
-    ranks: dict[str, list[int]] = {}
+    """Each text once, after the ranks that found the problem; without ranks if all found it."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, (_, text) in problems.items():
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(problems) == num_ranks:
-        return next(iter(ranks))
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1 and len(problems) == num_ranks:
+        return next(iter(ranks_of))
     return "\n".join(
-        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {text}"
-        for text, some in ranks.items()
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in ranks_of.items()
     )
 
 
@@ -87,63 +87,84 @@ def raise_together(
     same: str,
     facts: Any = None,
 ) -> bool:
-    """Raise the problems of any rank on every rank, or that ``mine`` differs between ranks. Returns
-    whether ``facts``, which may differ, are equal on all ranks of all axes.
+    """Raise on every rank the problems that any rank has, or an error where ``mine`` differs
+    between ranks. Returns whether ``facts``, which may differ, are equal on all ranks of all axes.
 
     Every rank goes through every axis, whatever it finds: a rank that left early would make the
-    others wait. There is one exchange over each; lines follow where they differ.
+    others wait. There is one exchange over each axis, and a second one where ``mine`` differs.
 
     Args:
         what: the beginning of the message.
         mine: what this rank is about to do, in lines that must be equal on all ranks.
         same: ``mine`` in a few words, "wrap the same module".
     """
-    known, alike = list(problems), True
-    digests = [sha256(repr(one).encode()).digest() for one in (list(mine), facts)]
+    found, equal_facts = list(problems), True
+    digest, facts_digest = (sha256(repr(x).encode()).digest() for x in (list(mine), facts))
     for axis in axes:
-        everyone = comm.agree((known, alike, *digests), axis)
-        known = list(dict.fromkeys(problem for theirs, *_ in everyone for problem in theirs))
-        # Ranks of the axes before are heard of through those that they told.
-        alike = all(one[1] and one[3] == digests[1] for one in everyone)
-        texts = [theirs[2] for theirs in everyone]
-        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), 0)
-        if other and not known:
+        answers = comm.agree((found, equal_facts, digest, facts_digest), axis)
+        found = list(dict.fromkeys(problem for theirs, *_ in answers for problem in theirs))
+        # Peers pass on what they learned over the axes before this one.
+        equal_facts = all(equal and theirs == facts_digest for _, equal, _, theirs in answers)
+        digests = [theirs for _, _, theirs, _ in answers]
+        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), 0)
+        if other and not found:
             lines = comm.agree(list(mine), axis)
             pairs = zip_longest(lines[0], lines[other], fillvalue="nothing")
-            differs = [f"{one} / {two}" for one, two in pairs if one != two][:4]
-            known.append(
+            differences = [f"{first} / {second}" for first, second in pairs if first != second]
+            found.append(
                 f"the ranks do not {same}: rank 0 / rank {other} of axis '{axis.name}': "
-                f"{'; '.join(differs)}. Do the same on every rank, with the same options"
+                f"{'; '.join(differences[:4])}. Do the same on every rank, with the same options"
             )
-    if known:
-        kind = NotImplementedError if known[0].startswith(UNSUPPORTED) else ValueError
-        raise kind(f"{what}: " + "; ".join(known))
-    return alike
+    if found:
+        kind = NotImplementedError if found[0].startswith(UNSUPPORTED) else ValueError
+        raise kind(f"{what}: " + "; ".join(found))
+    return equal_facts
+
+
+def _bits(value: int) -> comm.Facts:
+    """The 32 bits of a number, then their opposites."""
+    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
+    return numpy.concatenate([bits, ~bits])
+
+
+def _differ(bits: comm.Facts) -> bool:
+    """Whether a bit is set on one rank and not on another, in ``_bits`` or-ed over ranks."""
+    first, opposite = numpy.split(bits, 2)
+    return bool((first & opposite).any())
 
 
 def differ(value: int, axis: comm.Axis) -> bool:
     """Whether a number of 32 bits is not the same on all ranks of the axis."""
-    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
-    first, second = numpy.split(comm.any_rank(numpy.concatenate([bits, ~bits]), axis), 2)
-    return bool((first & second).any())
+    return _differ(comm.any_rank(_bits(value), axis))
+
+
+def differ_anywhere(value: int, axes: Iterable[comm.Axis]) -> bool:
+    """Whether a number of 32 bits differs between any ranks of these axes: the same answer on all
+    of them, because each axis passes on what the axes before it have found."""
+    found = False
+    for axis in axes:
+        found = differ(value, axis) or found
+        found = bool(comm.any_rank(numpy.array([found]), axis)[0])
+    return found
 
 
 def any_rank_in_step(facts: comm.Facts, axes: Iterable[comm.Axis]) -> comm.Facts:
-    """Whether each fact holds on any rank, where ranks have issued the same collectives over the
-    axes so far; else all of them raise, and say which. Every rank goes through every axis: a rank
-    that sees no difference hears of it from one that does."""
+    """Whether each fact holds on any rank. If the ranks have not issued the same collectives over
+    the axes so far, all of them raise instead, and say which. Every rank goes through every axis: a
+    rank that sees no difference learns of it from a rank that does."""
     problems: list[str] = []
-    apart = False
+    out_of_step = False
     for axis in axes:
-        trail, told = axis.journal.trail(), numpy.array([apart])
-        found = comm.any_rank(numpy.concatenate([facts, told, trail, ~trail]), axis)
-        facts, told, first, second = numpy.split(
-            found, [len(facts), len(facts) + 1, len(found) - len(trail)]
-        )
-        if (first & second).any():  # a bit that is set on one rank and not on another
+        sent = numpy.concatenate([facts, [out_of_step], _bits(axis.journal.trail())])
+        received = comm.any_rank(sent, axis)
+        facts, others, bits = numpy.split(received, [len(facts), len(facts) + 1])
+        if _differ(bits):
             problems.append(axis.journal.first_difference())
-        apart = apart or bool(problems) or bool(told.any())
-    if apart:
-        heard = "other ranks are out of step, and say in what: load a checkpoint, or end this run"
-        raise RuntimeError(problems[0] if problems else heard)
+        out_of_step = bool(problems) or bool(others[0])
+    if out_of_step:
+        elsewhere = (
+            "other ranks are out of step, and their errors say where: load a checkpoint, or end "
+            "this run"
+        )
+        raise RuntimeError(problems[0] if problems else elsewhere)
     return facts

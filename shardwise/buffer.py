@@ -35,14 +35,15 @@ class Gathered:
 
     def __init__(self, memory: Block) -> None:
         self.memory = memory
-        self.filled: Any = None  # main.state then; None: never, or released since
+        self.filled: Any = None  # main.state at that time; None: never filled, or released since
 
     def acquire(self, source: Source) -> None:
         self.memory.acquire(source)
 
 
 class Part(Gathered):
-    """1/k of gathered weights, kept after forward; the k ranks of an axis gather the rest again."""
+    """1/k of the gathered weights, kept after forward. The k ranks of an axis gather the rest again
+    for backward."""
 
     def __init__(self, whole: Gathered, axis: comm.Axis) -> None:
         flat = whole.memory.tensor
@@ -53,43 +54,44 @@ class Part(Gathered):
 
 
 class Beside:
-    """The whole weights of a rank that holds all of main and keeps them. An optimizer that writes
-    main and these weights in one pass saves the next gather, which would cast main again."""
+    """The whole weights of a rank that holds all of main and keeps the weights. An optimizer that
+    writes main and these weights in one pass saves the next gather, which would cast main again."""
 
     def __init__(self, main: Buffer, whole: Buffer, copy: Gathered) -> None:
-        # Weakly: main's version holds this object.
+        # Weakly, because main's version holds this object.
         self._main, self._whole, self._copy = weakref.proxy(main), whole, copy
 
     def views(self, items: Collection[int]) -> dict[int, Tensor] | None:
-        """The whole weight of each of ``items``; None where some are left out, which only a gather
-        would bring up to date, or where these weights are older than main already."""
-        copy, every = self._copy, range(len(self._whole.layout.items))
-        if not copy.memory.live or copy.filled != self._main.state or set(items) != set(every):
+        """The whole weight of each of ``items``. None if ``items`` are not all, because only a
+        gather would update the rest, or if these weights are older than main already."""
+        copy, everything = self._copy, set(range(len(self._whole.layout.items)))
+        if not copy.memory.live or copy.filled != self._main.state or set(items) != everything:
             return None
         return dict(enumerate(self._whole.views()))
 
     def written(self) -> None:
-        """Both were written alike; the step counts it as one write to main."""
+        """The optimizer has written both alike; the step will count one write to main."""
         count, version = self._main.state
         self._copy.filled = (count + 1, version)
 
 
 class GatherPlan(NamedTuple):
-    """The views that one gather reads and writes: cast into place, then one collective per axis."""
+    """The views that one gather reads and writes: one cast, then one collective for each axis."""
 
     source: Tensor
-    mine: Tensor | None  # its place; None: nothing is cast
+    place: Tensor | None  # where ``source`` is cast to; None: nothing is cast
     stages: list[tuple[Tensor, Tensor, comm.Axis]]
 
     @property
     def views(self) -> list[Any]:
-        """All tensors that the plan holds."""
-        return [self.source, self.mine, *(one for stage in self.stages for one in stage)]
+        """All tensors that the plan holds (and axes)."""
+        return [self.source, self.place, *(part for stage in self.stages for part in stage)]
 
     def run(self) -> comm.Pending:
-        """Every stage but the last is waited for: the next one sends what it brought."""
-        if self.mine is not None:
-            self.mine.copy_(self.source, non_blocking=True)
+        """Issue the gather. Each stage sends what the stage before it received, so all stages but
+        the last are waited for."""
+        if self.place is not None:
+            self.place.copy_(self.source, non_blocking=True)
         pending = comm.Pending()
         for whole, shard, axis in self.stages:
             pending.wait()
@@ -120,7 +122,7 @@ class Buffer:
 
     @cached_property
     def version(self) -> Version:
-        """Counts the writes through DTensors of this memory; most buffers have none."""
+        """Counts the writes through DTensors of this memory. Most buffers never need it."""
         return Version()
 
     @property
@@ -134,7 +136,7 @@ class Buffer:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Changes whenever the contents may have: an op on a DTensor of it, or on a plain view."""
+        """Changes whenever the contents may: by an op on a DTensor of it, or on a plain view."""
         return self.version.count, self.flat._version
 
     @property
@@ -159,7 +161,7 @@ class Buffer:
         return Cut(self.layout, index, self.ranks, sharded, tile=tile)
 
     def dtensor(self, index: int, tile: Tile | None = None) -> ShardedTensor:
-        """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""
+        """One parameter as a DTensor over this memory. Writes to it change ``state``."""
         return ShardedTensor(self.view(index), self.cut(index, tile), version=self.version)
 
     def part_of(self, other: Buffer) -> Tensor:
@@ -169,34 +171,34 @@ class Buffer:
     # ------------------------------------------------------------------ moving bytes
 
     def gather_plan(self, out: Buffer) -> GatherPlan:
-        """How to fill ``out`` (the same placements with fewer Shards). Made once, run often."""
+        """A plan to fill ``out`` (the same placements with fewer Shards), which can run often."""
         gathers = self.gather_steps(out)
-        mine = self.part_of(out)
-        direct = len(gathers) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
+        place = self.part_of(out)
+        direct = len(gathers) == 1 and self.dtype == out.dtype and self.flat.device == place.device
         stages = [
             (out.flat[slice(*whole)], self.flat if direct else out.flat[slice(*shard)], axis)
             for axis, shard, whole in gathers
         ]
-        aliased = mine.data_ptr() == self.flat.data_ptr()
-        return GatherPlan(self.flat, None if direct or aliased else mine, stages)
+        aliased = place.data_ptr() == self.flat.data_ptr()
+        return GatherPlan(self.flat, None if direct or aliased else place, stages)
 
     def gather_steps(self, out: Buffer) -> list[tuple[comm.Axis, tuple[int, int], tuple[int, int]]]:
-        """(axis, the range of ``out`` that a rank sends, the range that it has then), in order."""
-        placements, found = list(self.placements), []
+        """(axis, the range of ``out`` that a rank sends, the range that it has after), in order."""
+        placements, gathers = list(self.placements), []
         shard = self._range_of(out, placements)
         for axis, _, there in steps(self.placements, out.placements):
             placements[axis] = there
             whole = self._range_of(out, placements)
-            found.append((self.ranks.axes[axis], shard, whole))
+            gathers.append((self.ranks.axes[axis], shard, whole))
             shard = whole
-        return found
+        return gathers
 
     def gather(self, out: Buffer) -> comm.Pending:
-        """Fill ``out``, casting to its dtype on the way."""
+        """Fill ``out``, and cast to its dtype."""
         return self.gather_plan(out).run()
 
     def _range_of(self, out: Buffer, placements: Sequence[Placement]) -> tuple[int, int]:
-        """The elements of ``out`` that this rank holds once it is at ``placements``."""
+        """The elements of ``out`` that this rank holds with these placements."""
         first, count = self.ranks.held(placements, self.layout.num_shards)
         size = self.layout.shard_size
         begin = (first - out.first_shard) * size

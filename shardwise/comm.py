@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only caller of collectives: one spelling for NCCL, gloo and torch's ``fake`` backend.
+"""The only file that calls collectives: one interface for NCCL, gloo and torch's ``fake`` backend.
 
     all_gather      | a |   |   |  ->  | a | b | c |     every rank ends with all shards
     reduce_scatter  | a1 b1 c1 |   ->  | a1+a2+a3  |     every rank ends with its shard of the sum
@@ -7,13 +7,13 @@
     all_reduce      | a1 |         ->  | a1+a2+a3  |
     all_to_all      | for 0 | for 1 |  ->  | from 0 | from 1 |     any sizes, exact
 
-On NCCL the native collectives run on the current stream. On gloo all of them are written over
-point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-scatter is an
-all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
-of a gradient depend neither on the strategy nor on who computes them.
+With NCCL the native collectives run on the current stream. With gloo all collectives are written as
+point-to-point messages. This is 2 to 4 times as fast as gloo's own collectives (gloo's
+reduce-scatter is an all-reduce inside) and works for any sizes. Sums are taken in rank order in at
+least fp32, so the bits of a gradient depend neither on the strategy nor on the rank that adds.
 
-Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks, of a
-few bytes (``agree``, ``any_rank``), are not.
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks of a
+few bytes (``agree``, ``any_rank``) are not counted.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
 }
 Facts: TypeAlias = NDArray[numpy.bool_]
 _SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
-# An all-reduce that sends no more than this is one exchange of everything with everybody; above it
-# a reduce-scatter and a gather, whose bytes do not grow with the ranks.
+# Up to this size, in an all-reduce every rank sends its whole tensor to every other rank. Above, it
+# is a reduce-scatter and a gather, whose bytes do not grow with the number of ranks.
 _ONE_ROUND_BYTES = 1 << 18
 _SMALL_OBJECT = 2048  # bytes of a rank's object that travel in the first exchange of ``agree``
 
 
 # ------------------------------------------------------------------------------ counting
 
-# The unit whose collectives are issued now, in words. Ranks compare it where they wait too long.
+# The unit whose collectives are issued now, in words. Ranks compare it when they wait too long.
 purpose = ""
 
 
 def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> Ticket:
     recorded(operation, axis.name, axis.size, nbytes, arriving)
-    # The sizes of an all-to-all differ between ranks.
-    sized = operation != "all_to_all"
-    return axis.journal.add(operation, _described(purpose, nbytes) if sized else purpose)
+    # Ranks compare the words, and the sizes of an all-to-all differ between ranks.
+    same_size = operation != "all_to_all"
+    return axis.journal.add(operation, _described(purpose, nbytes) if same_size else purpose)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -86,14 +86,14 @@ def _messages(
     finish: Callable[[], None] | None = None,
     second_round: bool = False,
 ) -> Pending:
-    """Send ``outgoing[peer]`` and receive ``incoming[peer]``, skipping this rank and empty ones."""
+    """Send ``outgoing[peer]`` to each peer and receive ``incoming[peer]``, except empty tensors."""
     tag = ticket.tag + (_SECOND_ROUND if second_round else 0)
     operation = ticket.operation
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
     if axis.group is None:
         return Pending(what, (), finish)
     works: list[Any] = []
-    # Start with the next rank, so that not everybody talks to rank 0 first.
+    # Start with the next rank, so that not all ranks talk to rank 0 first.
     for step in range(1, axis.size):
         target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
         message = incoming[source]
@@ -115,7 +115,7 @@ def _room_for(message: Tensor) -> Tensor:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """A view that gloo can carry: float8 types travel as bytes."""
+    """A view that every backend can send: float8 values travel as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -123,9 +123,24 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
     return axis.backend_for(tensor) == "gloo"
 
 
+def _gather_messages(
+    ticket: Ticket,
+    axis: Axis,
+    out: Tensor,
+    shard: Tensor,
+    finish: Callable[[], None] | None = None,
+    second_round: bool = False,
+) -> Pending:
+    parts = list(out.view(-1).chunk(axis.size))
+    mine = parts[axis.rank]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+    return _messages(ticket, axis, [mine] * axis.size, parts, finish, second_round)
+
+
 def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
-    """The device on which this axis can carry the tensor: gloo reads host memory, NCCL the
-    device's."""
+    """The device to copy the tensor to, if this axis cannot send it from where it is: gloo reads
+    host memory, NCCL device memory."""
     backend = axis.backend_for(tensor)
     if axis.group is None:
         return None
@@ -137,7 +152,7 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
 
 
 def _by_way_of(place: torch.device, out: Tensor, issue: Callable[[Tensor], Pending]) -> Pending:
-    """Run a collective into memory on ``place``, and copy what came to ``out``."""
+    """Run a collective into memory on ``place``, and copy the result to ``out``."""
     moved = torch.empty(out.shape, dtype=out.dtype, device=place)
     with uncounted():
         issue(moved).wait()
@@ -146,8 +161,8 @@ def _by_way_of(place: torch.device, out: Tensor, issue: Callable[[Tensor], Pendi
 
 
 def _imagined(axis: Axis, tensor: Tensor) -> bool:
-    """Whether nothing is left to do but to count: tensors on the meta device hold nothing to send.
-    Messages of gloo are received in memory of the rank's own, which is counted too."""
+    """Whether counting is all there is to do, because a meta tensor has no bytes to send. gloo goes
+    on, because it receives messages in memory that plans count too."""
     return tensor.is_meta and axis.pretends and not _by_messages(axis, tensor)
 
 
@@ -182,18 +197,14 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
     if (place := _elsewhere(axis, out)) is not None:
         return _by_way_of(place, out, lambda moved: all_gather(moved, shard.to(place), axis))
     if _by_messages(axis, out):
-        parts = list(out.view(-1).chunk(axis.size))
-        if parts[axis.rank].data_ptr() != shard.data_ptr():
-            parts[axis.rank].copy_(shard)
-        return _messages(ticket, axis, [parts[axis.rank]] * axis.size, parts)
-    if out.element_size() == 1:
-        out, shard = out.view(torch.uint8), shard.view(torch.uint8)
-    _native("all_gather_single", "all_gather_into_tensor")(out, shard, group=axis.group)
+        return _gather_messages(ticket, axis, out, shard)
+    gather = _native("all_gather_single", "all_gather_into_tensor")
+    gather(_wire(out), _wire(shard), group=axis.group)
     return _DONE
 
 
 def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike) -> Pending:
-    """:func:`all_gather` of several (out, shard) of one device, as one collective."""
+    """:func:`all_gather` for several pairs (out, shard) on one device, as one collective."""
     axis = as_axis(group)
     if len(parts) == 1 or axis.size == 1:
         return [all_gather(out, shard, axis) for out, shard in parts][-1]
@@ -208,15 +219,8 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
         return _DONE
     if _by_messages(axis, first):
         assert len(parts) == 2, "messages of one collective have two tags"
-        pending = _DONE
-        for second_round, (out, shard) in enumerate(parts):
-            pieces = list(out.view(-1).chunk(axis.size))
-            if pieces[axis.rank].data_ptr() != shard.data_ptr():
-                pieces[axis.rank].copy_(shard)
-            mine = [pieces[axis.rank]] * axis.size
-            finish = pending.wait if second_round else None
-            pending = _messages(ticket, axis, mine, pieces, finish, second_round=bool(second_round))
-        return pending
+        pending = _gather_messages(ticket, axis, *parts[0])
+        return _gather_messages(ticket, axis, *parts[1], pending.wait, second_round=True)
     outs, shards = ([pair[side] for pair in parts] for side in (0, 1))
     axis.group.allgather_into_tensor_coalesced(outs, shards).wait()
     return _DONE
@@ -225,8 +229,8 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
 def reduce_scatter(
     out: Tensor, full: Tensor, group: GroupLike, *, divisor: float | None = None
 ) -> Pending:
-    """``out`` = this rank's shard of the sum over ranks, divided by ``divisor`` (default: no
-    division). ``out`` may be this rank's part of ``full``; ``full`` is read until ``wait``."""
+    """``out`` = this rank's shard of the sum over ranks, divided by ``divisor`` if one is given.
+    ``out`` may be this rank's part of ``full``; ``full`` is read until ``wait``."""
     axis = as_axis(group)
     assert full.numel() == out.numel() * axis.size and out.dtype == full.dtype
     _no_float8("reduce_scatter", full)
@@ -276,9 +280,9 @@ def reduce_parts(
     *,
     divisor: float | None = None,
 ) -> Pending:
-    """A reduce-scatter of parts that are ``sizes[rank]`` long: one all-to-all of exact sizes, and
-    a sum in rank order on the receiver, which gives an all-reduce's bits where that does so too.
-    ``source`` is read until ``wait``."""
+    """A reduce-scatter of parts that are ``sizes[rank]`` long: one all-to-all of exact sizes, then
+    a sum in rank order on the receiver. An all-reduce that sums in rank order (gloo's) has the same
+    bits. ``source`` is read until ``wait``."""
     axis = as_axis(group)
     length = sizes[axis.rank]
     assert out.numel() == length and out.dtype == source.dtype
@@ -309,7 +313,7 @@ def _sum_in_rank_order(
         out.copy_(total.view_as(out))
         return
     flat = out.view(-1)
-    # The first sum goes into fresh memory where ``out`` aliases a term that is still to be read.
+    # The sum goes into new memory if ``out`` aliases a term that is still to be read.
     aliased = any(term.data_ptr() == flat.data_ptr() for term in terms[2:])
     target = torch.empty_like(flat) if aliased else flat
     combine(terms[0].view(-1), terms[1].view(-1), out=target)
@@ -322,8 +326,7 @@ def _sum_in_rank_order(
 
 
 def _native_sum(axis: Axis, divisor: float | None) -> tuple[Any, float | None]:
-    """The reduce op that sums and divides in one pass, or a plain sum and what is left to
-    divide."""
+    """The reduce op, and the divisor that is left to apply after it, if any."""
     if divisor in (None, 1):
         return dist.ReduceOp.SUM, None
     if divisor == axis.size:
@@ -336,7 +339,7 @@ def _native_sum(axis: Axis, divisor: float | None) -> tuple[Any, float | None]:
 def all_reduce(
     tensor: Tensor, group: GroupLike, op: ReduceName = "sum", *, divisor: float | None = None
 ) -> Pending:
-    """``tensor`` = the sum (maximum, minimum) over ranks, in place, the same bits on every rank."""
+    """``tensor`` = the sum (maximum, minimum) over ranks, in place, the same bits on all ranks."""
     axis = as_axis(group)
     _no_float8("all_reduce", tensor)
     if axis.size == 1:
@@ -405,14 +408,14 @@ def all_to_all(
         outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
         incoming[axis.rank].copy_(outgoing[axis.rank])
         return _messages(ticket, axis, outgoing, incoming)
-    if out.element_size() == 1:
-        out, source = out.view(torch.uint8), source.view(torch.uint8)
-    dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=axis.group)
+    dist.all_to_all_single(
+        _wire(out), _wire(source), list(out_sizes), list(sizes), group=axis.group
+    )
     return _DONE
 
 
 def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
-    """``tensor`` = that of the rank ``source`` of the axis."""
+    """``tensor`` = the tensor of the rank ``source`` of the axis."""
     axis = as_axis(group)
     if axis.size == 1:
         return _DONE
@@ -421,14 +424,13 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
         return _by_way_of(place, tensor, lambda moved: broadcast(moved.copy_(tensor), axis, source))
-    wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    dist.broadcast(wire, axis.peers[source], group=axis.group)
+    dist.broadcast(_wire(tensor), axis.peers[source], group=axis.group)
     return _DONE
 
 
 def any_rank(facts: Facts, group: GroupLike) -> Facts:
-    """Whether each fact holds on any rank of the axis: for checks in every step, a bit each. The
-    hosts exchange them in log2(size) rounds; no device is waited for."""
+    """Whether each fact holds on any rank of the axis: for checks in every step, one bit each. The
+    hosts exchange the bits in log2(size) rounds and wait for no device."""
     axis = as_axis(group)
     if axis.size == 1 or axis.pretends or not len(facts):
         return facts
@@ -453,7 +455,7 @@ _HOST_GROUPS: dict[Axis, Any] = {}
 
 
 def _host_group(axis: Axis) -> Any:
-    """A group of the same ranks that carries host memory."""
+    """A group of the same ranks that sends host memory."""
     if axis.backends.get("cpu") == "gloo":
         return axis.group
     if axis not in _HOST_GROUPS:
@@ -463,9 +465,9 @@ def _host_group(axis: Axis) -> Any:
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:
-    """The small Python object of every rank that there is, in rank order: for checks, saves and
-    loads. One all-gather where no object is large; torch's own takes two, for sizes and for
-    objects. Behind an axis that pretends there is this rank alone."""
+    """The small Python objects of all ranks, in rank order: for checks, saves and loads. This is
+    one all-gather if no object is large; torch's own function takes two, for sizes and objects. An
+    axis that pretends has only this rank."""
     axis = as_axis(group)
     if axis.size == 1 or axis.pretends:
         return [values]
@@ -475,7 +477,7 @@ def agree(values: Any, group: GroupLike) -> list[Any]:
     if max(lengths) > _SMALL_OBJECT:
         more = _gather_bytes(packed[_SMALL_OBJECT - 8 :], max(lengths) - _SMALL_OBJECT, axis)
         found = [start + rest for start, rest in zip(found, more, strict=True)]
-    return [pickle.loads(each[8:end]) for each, end in zip(found, lengths, strict=True)]
+    return [pickle.loads(data[8:end]) for data, end in zip(found, lengths, strict=True)]
 
 
 def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
@@ -490,5 +492,5 @@ def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
 
 
 def arrived(value: Tensor) -> Tensor:
-    """The tensor, waited for where one of torch's own collectives still brings it."""
+    """The tensor, after waiting for one of torch's own collectives that may still write it."""
     return value.wait() if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-any-return]

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut: where the pieces of one tensor lie, and the two collectives that need to know it.
+"""Cut: where the pieces of one tensor lie, and the collectives that use this.
 
-A parameter is packed with others in a flat buffer, so its pieces are as long as the layout made
-them: uneven, on some ranks none, and with an element grain even cut inside a row.
+A parameter is packed with others in a flat buffer, so the layout decides how long its pieces are:
+they are uneven, some ranks have none, and with an element grain a cut can be inside a row.
 
     shard    |        0         |        1         |        2        |
     buffer   | wq rows 0-3 | wk rows 0-1 | 2-4 | wv rows 0-3 |..pad..|
     wk       |             | rows 0-1    | 2-4 |                          pieces [0,2) [2,5) [5,5)
 
-``gather`` makes the whole tensor of them, ``reduce`` makes one value of every rank's values. Both
-run over the axes that cut the tensor: ranks of the other axes hold the same bytes already.
+``gather`` makes the whole tensor from the pieces, ``reduce`` makes one value from the values of all
+ranks. Both run over the axes that cut the tensor: ranks of the other axes hold the same bytes.
 
 Under tensor parallelism the layout's item is a *tile* of the whole tensor (see tile.py). Pieces
 count the elements of the tile; shapes, boxes, ``gather``, ``take`` and ``reduce`` are about the
 whole tensor.
 
-Replicas may also *divide* a tensor (division.py): of what they would all hold, each holds what it
-works on. That is how gradients and momenta of whole matrices lie under ``hsdp()``, while the
-weights are replicated.
+Replicas may also *divide* a tensor (division.py): instead of the same piece, each replica holds the
+part that it works on. Under ``hsdp()`` the gradients and momenta of whole matrices are divided so,
+while the weights are replicated.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ Op = Literal["sum", "max", "min"]
 
 @dataclass(eq=False)
 class Version:
-    """Counts the writes to a buffer: those through its ShardedTensors, and every optimizer step."""
+    """Counts the writes to a buffer: writes through its ShardedTensors, and optimizer steps."""
 
     count: int = 0
-    # Told, on every rank in the same order, when an optimizer has written all of its step: the new
+    # Called when an optimizer has written its whole step, on every rank in the same order: the new
     # weights may be gathered early.
     on_stepped: Callable[[], None] | None = None
-    # By item: the elements that each replica's optimizer works on, to which alone the gradient is
-    # reduced. Set by the optimizer, on every rank alike, always a new dictionary.
+    # For each divided item, the elements that each replica's optimizer works on. The gradient is
+    # reduced to these only. The optimizer sets it, alike on every rank, always as a new dictionary.
     divisions: dict[int, Division] = field(default_factory=dict)
     # Makes a writer wait for another lane that uses the buffer: a gather, or a reduction into it.
     reading: Callable[[], None] | None = None
-    unanswered: Callable[[], bool] = bool  # whether a forward was recorded and no backward came
+    unanswered: Callable[[], bool] = bool  # whether a recorded forward had no backward yet
     failed: Callable[[], bool] = bool  # whether the last backward raised
-    before_step: Callable[[], Any] = bool  # told that an optimizer writes next
-    # The items whose earlier microbatches wait to be reduced: no optimizer steps then. Who sets
-    # ``.grad`` takes its item out, and the next backward forgets what waited for it.
+    before_step: Callable[[], Any] = bool  # called before an optimizer writes
+    # The items whose earlier microbatches wait to be reduced: no optimizer may step then. Setting
+    # ``.grad`` removes the item, and the next backward drops the microbatches that waited.
     waiting: set[int] = field(default_factory=set)
     # Made after wrapping (on the meta device): replicas may differ until the first forward.
     unsynced: bool = False
     beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
-    # By id: what ``.data`` and ``detach()`` gave of the buffer's tensors, while somebody holds it.
+    # By id: the tensors that ``.data`` and ``detach()`` returned, for as long as they are alive.
     lent: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
 
     def await_readers(self) -> None:
@@ -79,36 +79,31 @@ class Version:
     def write(self) -> None:
         """Count a write that comes next, and wait for gathers that still read the buffer."""
         self.count += 1
-        if self.reading is not None:
-            self.await_readers()
+        self.await_readers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Version:
-        # Nobody has asked about the copy, but its gradient is copied with it.
+        # A copied gradient needs the divisions. The rest belongs to the unit, which is not copied.
         copied = memo[id(self)] = Version(self.count, divisions=self.divisions)
         return copied
 
 
 class Rows(Shard):
-    """``Shard(0)`` over uneven rows: equal to it in name, right in the sizes it reports.
+    """``Shard(0)`` over uneven rows: it compares equal to ``Shard(0)`` but reports the true sizes.
 
     torch computes from ``placements`` which rows of a full tensor a rank should copy into
-    ``to_local()`` (``set_model_state_dict(broadcast_from_rank0=True)`` does). ``torch.chunk``'s
-    answer would be other rows than ours, silently. ``distribute_tensor`` and ``from_local`` over
-    it make ShardedTensors (tensor.py); a plain DTensor that got hold of it is refused.
+    ``to_local()`` (``set_model_state_dict(broadcast_from_rank0=True)`` does). The rows of
+    ``torch.chunk`` would be wrong, without an error. With this placement ``distribute_tensor`` and
+    ``from_local`` make ShardedTensors (tensor_steps.py); torch's own DTensor is refused.
     """
 
     cut: Cut
-    rows: tuple[int, int] | None  # of this rank, [begin, end); None where rows are cut
-    last: bool
+    rows: tuple[int, int] | None  # of this rank, [begin, end); None if cuts are inside rows
+    last: bool  # whether this is the last axis that cuts the rows
 
     def __init__(self, cut: Cut, rows: tuple[int, int] | None, *, last: bool) -> None:
         super().__init__(0)
         # torch's placements refuse attributes in some versions (frozen dataclasses).
         self.__dict__.update(cut=cut, rows=rows, last=last)
-
-    @property
-    def name(self) -> str:
-        return self.cut.name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return self  # a value
@@ -118,24 +113,24 @@ class Rows(Shard):
     ) -> tuple[int, Any]:
         if self.rows is None:
             raise NotImplementedError(
-                f"'{self.name}' is cut inside its rows, so no block of rows is this rank's piece; "
-                f"copy the full tensor into the parameter (every rank takes its piece), for "
+                f"'{self.cut.name}' is cut inside its rows, so no block of rows is this rank's "
+                f"piece: copy the full tensor into the parameter (every rank takes its piece), for "
                 f"example with full_state_dict=True and broadcast_from_rank0=False"
             )
-        # All these axes cut the same rows, so one of them can tell: the last.
+        # All sharded axes cut the same rows: the last one reports them, the others report all.
         begin, end = self.rows if self.last else (0, curr_local_size)
         return end - begin, begin
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"the rows of '{self.name}' lie unevenly over the ranks, which a plain DTensor cannot "
-            f"move; use the ShardedTensor's full_tensor()"
+            f"the rows of '{self.cut.name}' lie unevenly over the ranks, and a plain DTensor "
+            f"cannot move them: use the ShardedTensor's full_tensor()"
         )
 
     def _shard_tensor(
         self, tensor: Tensor, mesh: Any, mesh_dim: int, src_data_rank: Any = 0
     ) -> Tensor:
-        """This rank's rows for ``distribute_tensor``, of the first rank's values, as torch does."""
+        """This rank's rows of the first rank's values, for ``distribute_tensor``."""
         if self.cut.tile is not None:  # torch would go on to cut these rows over the other axes
             self._refuse()
         axis = Ranks(mesh).axes[mesh_dim]
@@ -150,9 +145,9 @@ class Rows(Shard):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The pieces of item ``index`` of a layout over a mesh; one object serves a parameter, its
-    gradient and its optimizer states. A rank holds ``layout.num_shards // num_holders`` consecutive
-    shards, so the buffer may be cut finer than the mesh."""
+    """The pieces of item ``index`` of a layout over a mesh. A parameter, its gradient and its
+    optimizer states share one object. A rank holds a run of consecutive shards, so the buffer may
+    be cut finer than the mesh."""
 
     layout: Layout
     index: int
@@ -162,7 +157,7 @@ class Cut:
     tile: Tile | None = None  # None: the item is the whole tensor
 
     def __post_init__(self) -> None:
-        """Assert what wrapping has refused by name: wrong placements, meshes and layouts."""
+        """Wrapping has refused wrong placements, meshes and layouts already, by name."""
         assert len(self.sharded) == self.mesh.ndim, "one entry per axis"
         assert list(self.sharded) == sorted(self.sharded), "a rank's part is one range"
         assert self.layout.num_shards % self._num_runs == 0, "as many shards for every rank"
@@ -214,16 +209,21 @@ class Cut:
         return self.ranks.num_shards(self._placed)
 
     @property
+    def _num_replicas(self) -> int:
+        """The number of replicas that divide each run of shards."""
+        return 1 if self.division is None else len(self.division)
+
+    @property
     def _num_runs(self) -> int:
-        """Into how many runs of shards the layout is cut; replicas may divide each."""
-        return self.num_holders // len(self.division or (None,))
+        """The number of runs of shards that the layout is cut into."""
+        return self.num_holders // self._num_replicas
 
     def divided(self, division: Division) -> Cut:
-        """The same, with the pieces divided between replicas: each rank holds something else."""
+        """This cut with the pieces divided between replicas, so each rank holds another part."""
         assert len(division) * self.num_holders == self.mesh.size() and self.division is None
         if division not in self._divided:
-            every = (True,) * self.mesh.ndim
-            self._divided[division] = replace(self, sharded=every, division=division)
+            all_axes = (True,) * self.mesh.ndim
+            self._divided[division] = replace(self, sharded=all_axes, division=division)
         return self._divided[division]
 
     @cached_property
@@ -231,39 +231,42 @@ class Cut:
         return {}
 
     def viewed(self, first: int, shape: tuple[int, ...]) -> Cut:
-        """The cut of a run of elements, from ``first`` on, as a tensor of another shape."""
+        """The cut of a run of elements that begins at ``first``, as a tensor of ``shape``."""
         return replace(self, layout=self.layout.window(self.index, first, shape), index=0)
 
     @cached_property
     def shard_index(self) -> int:
-        """Which of ``num_holders`` parts this rank holds."""
+        """The number of this rank's part, among ``num_holders``."""
         return self.ranks.held(self._placed, self.num_holders)[0]
 
-    def piece_of(self, holder: int) -> tuple[int, int]:
-        """The elements [lo, hi) of the item that a holder has; (0, 0) where it has none."""
-        count = self.layout.num_shards // self._num_runs
-        run, replica = divmod(holder, len(self.division or (None,)))
-        lo, hi = self.layout.piece(self.index, run * count, count)
+    @property
+    def _run_length(self) -> int:
+        """The number of shards in a run."""
+        return self.layout.num_shards // self._num_runs
+
+    @cached_property
+    def piece(self) -> tuple[int, int]:
+        """The elements [lo, hi) of the item that this rank holds; (0, 0) for none."""
+        length = self._run_length
+        run, replica = divmod(self.shard_index, self._num_replicas)
+        lo, hi = self.layout.piece(self.index, run * length, length)
         if self.division is not None:
             return self.division.part(replica, run, lo, hi)
         return (lo, hi) if lo < hi else (0, 0)
 
     @cached_property
-    def piece(self) -> tuple[int, int]:
-        return self.piece_of(self.shard_index)
-
-    @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        found = [(0, 0)] * self.num_holders
+        """The piece of every holder."""
+        pieces = [(0, 0)] * self.num_holders
         for holder, piece in self._held():
-            found[holder] = piece
-        return tuple(found)
+            pieces[holder] = piece
+        return tuple(pieces)
 
     def _held(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(holder, piece) of those that have one, among thousands that may have none."""
-        count, shards = self.layout.num_shards // self._num_runs, self.layout.holders(self.index)
-        for run in range(shards[0] // count, shards[-1] // count + 1):
-            lo, hi = self.layout.piece(self.index, run * count, count)
+        """(holder, piece) for each holder that has elements: few of thousands of ranks may."""
+        length, shards = self._run_length, self.layout.holders(self.index)
+        for run in range(shards[0] // length, shards[-1] // length + 1):
+            lo, hi = self.layout.piece(self.index, run * length, length)
             if self.division is None:
                 yield run, (lo, hi)
                 continue
@@ -276,7 +279,7 @@ class Cut:
 
     @cached_property
     def in_rows(self) -> bool:
-        """Whether every holder has whole rows: the same answer on every rank."""
+        """Whether every holder has whole rows (the same answer on every rank)."""
         row = math.prod(self.item_shape[1:])
         return len(self.shape) > 0 and not any(lo % row or hi % row for _, (lo, hi) in self._held())
 
@@ -296,16 +299,13 @@ class Cut:
         )
 
     def views(self, local: Tensor) -> list[Tensor]:
-        """The memory of each of these boxes, of this rank's piece ``local``."""
-        flat, found, begin = local.view(-1), [], 0
-        for _, sizes in self._chunks:  # in order, one behind the other
-            count = math.prod(sizes)
-            found.append(flat[begin : begin + count].view(sizes))
-            begin += count
-        return found
+        """The memory of each of these boxes in ``local``, this rank's piece."""
+        shapes = [sizes for _, sizes in self._chunks]
+        parts = local.view(-1).split([math.prod(sizes) for sizes in shapes])  # in order, adjacent
+        return [part.view(sizes) for part, sizes in zip(parts, shapes, strict=True)]
 
     def matches(self, other: Cut) -> bool:
-        """Whether both put the same elements on the same ranks."""
+        """Whether both cuts put the same elements on the same ranks."""
         if self is other:
             return True
         if (self.sharded, self.mesh, self.tile) != (other.sharded, other.mesh, other.tile):
@@ -316,13 +316,13 @@ class Cut:
         return self.shape == other.shape and self.pieces == other.pieces
 
     def is_part_of(self, other: Cut) -> bool:
-        """Whether they match, or would if replicas divided the other as they divide this one."""
+        """Whether the cuts match, or would if replicas divided ``other`` as they divide this."""
         if self.division is None or other.division is not None:
             return self.matches(other)
         return self.layout is other.layout and self.index == other.index
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's piece of a full tensor, as a view where it can be one."""
+        """This rank's piece of a full tensor, as a view if possible."""
         lo, hi = self.piece
         if self.tile is not None:
             full = self.tile.take(full)
@@ -332,7 +332,7 @@ class Cut:
         return full.reshape(-1)[lo:hi].view(self.local_shape)
 
     def within(self, coarse: Cut, local: Tensor) -> Tensor:
-        """This rank's piece as a view of ``local``, which is its piece under ``coarse``."""
+        """This rank's piece as a view of ``local``, this rank's piece under the cut ``coarse``."""
         if self.matches(coarse):
             return local
         (lo, hi), (begin, end) = self.piece, coarse.piece
@@ -340,14 +340,14 @@ class Cut:
             return local.new_empty(self.local_shape)
         if not begin <= lo < hi <= end:
             raise RuntimeError(
-                f"'{self.name}': elements {lo} to {hi} are wanted of a tensor that has {begin} to "
-                f"{end} here: it was made for another optimizer. Call zero_grad() after building "
-                f"one, and run backward again"
+                f"'{self.name}': elements {lo} to {hi} are needed from a tensor that has {begin} "
+                f"to {end} on this rank: it was made for another optimizer. Call zero_grad() after "
+                f"building an optimizer, and run backward again"
             )
         return local.reshape(-1)[lo - begin : hi - begin].view(self.local_shape)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec | None:
-        """The whole tensor as torch's DTensor describes it; None in a plan, where nobody asks."""
+        """The whole tensor as torch's DTensor describes it; None in a plan, which needs none."""
         if isinstance(self.mesh, PretendedMesh):
             return None
         spec = self._specs.get(dtype)
@@ -371,26 +371,24 @@ class Cut:
         if self.in_rows:
             row = math.prod(self.item_shape[1:])
             rows = (first + self.piece[0] // row, first + self.piece[1] // row)
-        last = max((axis for axis, dim in enumerate(dims) if dim == 0), default=None)
-        return tuple(
-            Rows(self, rows, last=axis == last)
-            if dim == 0
-            else Replicate()
-            if dim is None
-            else Shard(dim)
-            for axis, dim in enumerate(dims)
-        )
+        placements: list[Replicate | Shard] = [
+            Replicate() if dim is None else Shard(dim) for dim in dims
+        ]
+        over_rows = [axis for axis, dim in enumerate(dims) if dim == 0]
+        for axis in over_rows:
+            placements[axis] = Rows(self, rows, last=axis == over_rows[-1])
+        return tuple(placements)
 
     # ------------------------------------------------------------------ collectives
 
     @cached_property
     def _piece_axes(self) -> tuple[comm.Axis, ...]:
-        """The data-parallel axes among them."""
+        """The data-parallel axes whose ranks hold different elements."""
         return self.ranks.chosen(self.sharded)
 
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
-        """The axes to communicate over, outer to inner: their ranks hold different elements."""
+        """The axes whose ranks hold different elements, outer to inner."""
         return self._piece_axes + (self.tile.axes(cut=True) if self.tile is not None else ())
 
     def gather(self, local: Tensor) -> Tensor:
@@ -400,9 +398,9 @@ class Cut:
             rank 1 | b b b |  pieces padded to equal  ->  | a a . | b b b | c . . |  ->  a a b b b c
             rank 2 | c . . |                             | a a . | b b b | c . . |
 
-        The outer axis comes first, which joins neighbours. Where padding would more than double the
-        tensor (one owner among 1024 ranks has it all), everybody adds up a tensor of zeros but for
-        its piece instead, in integers, so that no bit changes.
+        The outer axis comes first, which joins neighbours. If padding would more than double the
+        tensor (one owner among 1024 ranks has all of it), ranks instead add up tensors that are
+        zero outside their pieces, as integers, so that no bit changes.
         """
         if local.is_meta:
             return local.new_empty(self.shape)
@@ -411,8 +409,8 @@ class Cut:
         full = local.detach().reshape(-1).to(self.mesh.device_type)
         longest = max(hi - lo for lo, hi in self.pieces)
         if self._piece_axes:
-            few = longest * self.num_holders <= 2 * math.prod(self.item_shape)
-            full = self._gather_padded(full, longest) if few else self._sum_pieces(full)
+            little_padding = longest * self.num_holders <= 2 * math.prod(self.item_shape)
+            full = self._gather_padded(full, longest) if little_padding else self._sum_pieces(full)
         full = full.view(self.item_shape)
         return (full if self.tile is None else self.tile.join(full)).to(local.device)
 
@@ -426,8 +424,8 @@ class Cut:
             comm.all_gather(joined, part, axis).wait()
             part = joined
         held = zip(self.pieces, part.view(flat.dtype).split(longest), strict=True)
-        in_order = sorted(held, key=lambda piece: piece[0])  # replicas divide a tensor in any order
-        return torch.cat([one[: hi - lo] for (lo, hi), one in in_order if lo < hi])
+        in_order = sorted(held, key=lambda pair: pair[0])  # replicas divide a tensor in any order
+        return torch.cat([values[: hi - lo] for (lo, hi), values in in_order if lo < hi])
 
     def _sum_pieces(self, flat: Tensor) -> Tensor:
         num_bytes = math.prod(self.item_shape) * flat.element_size()
@@ -446,13 +444,13 @@ class Cut:
 
     @cached_property
     def norm_axes(self) -> tuple[comm.Axis, ...]:
-        """The axes that a norm is taken over. That of experts which are spread over ranks is the
-        norm of the experts of all ranks: a total norm is then the same on every rank."""
+        """The axes over which a norm is summed. The norm of spread experts includes the experts of
+        other ranks, so that a total norm is the same on every rank."""
         others = self.ranks.others
         return self.axes if others is None else (*self.axes, others)
 
     def reduce(self, values: Tensor, op: Op, axes: tuple[comm.Axis, ...] | None = None) -> Tensor:
-        """:func:`reduced` over ``axes``; None: over those that cut the tensor."""
+        """:func:`reduced` over ``axes``; None: over the axes that cut the tensor."""
         axes = self.axes if axes is None else axes
         if values.is_meta or not axes:
             return values
@@ -460,8 +458,9 @@ class Cut:
 
 
 def reduced(values: Tensor, op: Op, axes: Sequence[comm.Axis]) -> Tensor:
-    """Every rank's ``values`` (one dimension) made one, perhaps in place (collective). A maximum is
-    taken of gathered values: NCCL's own drops a NaN, torch's keeps it."""
+    """The sum, maximum or minimum over ranks of ``values`` (one dimension), perhaps in place
+    (collective). A maximum is taken from gathered values: NCCL's own drops a NaN, torch's does not.
+    """
     for axis in axes:
         if op == "sum":
             comm.all_reduce(values, axis).wait()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division: which elements of a parameter each replica works on. Values and arithmetic alone.
+"""Division: which elements of a parameter each replica works on. Values and arithmetic only.
 
-Replicas store the same weights. Where an optimizer has them divide the work on a parameter, its
-gradient is reduced to the replica that needs it, and its states are stored there alone:
+Replicas store the same weights. If an optimizer divides the work on a parameter between replicas,
+the gradient is reduced to the replica that needs it, and the states are stored there only:
 
     ByMatrix    each replica has whole matrices       r0 | A | B |      r1 | C |       r2 |   |
-    Evenly      each has as much as every other       r0 | A  B|        r1 |B  C|      r2 |C  |
+    Evenly      each replica has an equal part        r0 | A  B|        r1 |B  C|      r2 |C  |
 
-Replicas are counted as ``shard_range`` counts (the outer axis fastest), and shards likewise.
+Replicas are counted as in ``shard_range`` (the outer axis fastest), and so are shards.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shardwise.placements import SHARD, Placement, num_shards, shard_range
 
 Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
 Piece: TypeAlias = tuple[int, int, int]  # (rank, low, high): elements [low, high) are stored there
-CHUNK = 16  # elements: an even part is a multiple, so that it starts where vector loads like it
+CHUNK = 16  # elements; an even part is a multiple, so that it starts aligned for vector loads
 
 
 @dataclass(frozen=True)
 class ByMatrix:
-    """A range [low, high) of elements for each replica, (0, 0) for none."""
+    """A range [low, high) of elements for each replica; (0, 0) for none."""
 
     ranges: tuple[Span, ...]
 
@@ -34,22 +34,22 @@ class ByMatrix:
         return len(self.ranges)
 
     def parts(self, shard: int, low: int, high: int) -> list[tuple[int, Span]]:
-        """(replica, its range) of the elements [low, high), which ``shard`` stores."""
-        found = enumerate(self.ranges)
-        return [(replica, (max(begin, low), min(end, high))) for replica, (begin, end) in found
-                if max(begin, low) < min(end, high)]  # fmt: skip
+        """(replica, its range) for each replica with some of the elements [low, high), which
+        ``shard`` stores."""
+        spans = (_overlap(begin, end, low, high) for begin, end in self.ranges)
+        return [(replica, span) for replica, span in enumerate(spans) if any(span)]
 
     def part(self, replica: int, shard: int, low: int, high: int) -> Span:
         """The range of one replica; (0, 0) for none."""
-        begin, end = max(self.ranges[replica][0], low), min(self.ranges[replica][1], high)
-        return (begin, end) if begin < end else (0, 0)
+        begin, end = self.ranges[replica]
+        return _overlap(begin, end, low, high)
 
 
 @dataclass(frozen=True)
 class Evenly:
-    """Equal parts of what a shard stores of several parameters, one after another: the first
-    ``chunks[shard]`` elements for the first replica, and so on. This parameter's begin at
-    ``offsets[shard]`` among them."""
+    """Equal parts of a shard's elements of several parameters, one after another: the first
+    ``chunks[shard]`` elements belong to the first replica, and so on. The elements of this
+    parameter begin at ``offsets[shard]``."""
 
     num_replicas: int
     chunks: tuple[int, ...]
@@ -68,26 +68,30 @@ class Evenly:
     def part(self, replica: int, shard: int, low: int, high: int) -> Span:
         chunk = self.chunks[shard]
         begin = low + replica * chunk - self.offsets[shard]
-        begin, end = max(begin, low), min(begin + chunk, high)
-        return (begin, end) if begin < end else (0, 0)
+        return _overlap(begin, begin + chunk, low, high)
 
 
 Division: TypeAlias = ByMatrix | Evenly
 
 
+def _overlap(begin: int, end: int, low: int, high: int) -> Span:
+    begin, end = max(begin, low), min(end, high)
+    return (begin, end) if begin < end else (0, 0)
+
+
 def divide_evenly(
     pieces: Sequence[Sequence[Piece]], num_shards: int, num_replicas: int
 ) -> list[Evenly]:
-    """Divide parameters of one buffer between replicas, shard by shard. ``pieces``: the shards that
-    store each parameter, in the buffer's order."""
+    """Divide the parameters of one buffer between replicas, shard by shard. ``pieces``: for each
+    parameter, in the buffer's order, the pieces that shards store."""
     totals = [0] * num_shards
     offsets = []
-    for held in pieces:
+    for pieces_of_one in pieces:
         offsets.append(tuple(totals))
-        for shard, low, high in held:
+        for shard, low, high in pieces_of_one:
             totals[shard] += high - low
     chunks = tuple(max(1, -(-total // (num_replicas * CHUNK))) * CHUNK for total in totals)
-    return [Evenly(num_replicas, chunks, one) for one in offsets]
+    return [Evenly(num_replicas, chunks, offset) for offset in offsets]
 
 
 # ------------------------------------------------------------------------------ reductions
@@ -96,11 +100,11 @@ def divide_evenly(
 class Shares(NamedTuple):
     """The spans of a rank's part that a reduction over an axis of replicas brings to each rank."""
 
-    shared: list[Span]  # to every rank of the axis
-    divided: list[Span]  # to one rank each: all of them, those of the first rank first
-    sizes: list[int]  # of the latter, by rank
-    mine: list[Span]  # of the latter, this rank's
-    even: bool  # whether a reduce-scatter of them brings them, padded a little at the end
+    shared: list[Span]  # go to every rank of the axis
+    divided: list[Span]  # go to one rank each; the spans of the first rank come first
+    sizes: list[int]  # the elements of the divided spans of each rank
+    mine: list[Span]  # the divided spans of this rank
+    even: bool  # whether one reduce-scatter can bring the divided spans, with padding at the end
 
 
 def replica_shares(
@@ -113,8 +117,9 @@ def replica_shares(
 ) -> Shares:
     """The shares of the ranks of one axis of replicas.
 
-    ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
-    Axes of replicas inside this one have been reduced over already:
+    ``pieces``: for each item (low, high, offset), the elements [low, high) that this rank holds,
+    which begin at ``offset`` of the buffer. Axes of replicas inside this one were reduced over
+    before:
 
         ranges of A B C D    at (outer, inner) (0, 0) (1, 0) (0, 1) (1, 1)
         inner axis, at 0     | A B | C D |  ->  | A B |
@@ -139,22 +144,22 @@ def replica_shares(
     parts = [joined(sorted(part)) for part in parts]
     lengths = [sum(end - begin for begin, end in part) for part in parts]
     divided = joined(span for part in parts for span in part)
-    alike = all(isinstance(one, Evenly) for one in divisions.values()) and equal_parts(lengths)
-    return Shares(shared, divided, lengths, parts[coordinate[axis]], alike)
+    even = all(isinstance(division, Evenly) for division in divisions.values())
+    return Shares(shared, divided, lengths, parts[coordinate[axis]], even and equal_parts(lengths))
 
 
 def equal_parts(sizes: Sequence[int]) -> bool:
-    """Whether these are the sizes of equal parts of a buffer that ends within the last ones."""
+    """Whether these are the sizes of equal parts of a buffer, apart from a shorter end."""
     ends = [min(sizes[0] * number, sum(sizes)) for number in range(len(sizes) + 1)]
     return list(sizes) == [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same spans, in order, with neighbours that touch made one."""
-    found: list[Span] = []
+    """The spans, in order, with adjacent spans joined into one."""
+    result: list[Span] = []
     for begin, end in spans:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
+        if result and result[-1][1] == begin:
+            result[-1] = (result[-1][0], end)
         else:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result

@@ -15,16 +15,16 @@ are cut where ``shard_size`` says, through parameters, but never through a *grai
     rank 1 | wq row 3  | wk rows 0-1   |     whole parameters side by side
     rank 2 | wk rows 2-3      | wo     |
 
-The rule behind all of it: a boundary B inside a parameter that starts at s must satisfy
-``(B - s) % grain == 0``. So whoever is crossed twice needs ``shard_size % grain == 0``:
+The rule behind this: a boundary B inside a parameter that starts at s must satisfy
+``(B - s) % grain == 0``. So a parameter that is cut twice needs ``shard_size % grain == 0``:
 
-    shard_size % grain == 0       crossed anywhere              |a0 a1 a2|a3 a4 a5|a6 a7 ..
+    shard_size % grain == 0       cut anywhere                  |a0 a1 a2|a3 a4 a5|a6 a7 ..
     else, two shards at most      shifted so a cut is legal     |.. b0 b1|b2 b3 ..|
     else, one shard at most       kept whole, filling a gap     |b4 b5 cc|
 
-Making every row size divide ``shard_size`` explodes for odd shapes (1009 and 1013: a million). So
-``plan`` tries a few moduli, packs greedily under each, and keeps the smallest buffer;
-``plan_groups`` makes several buffers where a single one would still be mostly padding.
+If every row size had to divide ``shard_size``, odd shapes would make it huge (1009 and 1013: a
+million). So ``plan`` tries a few moduli, packs greedily under each, and keeps the smallest buffer.
+``plan_groups`` makes several buffers if a single one would still be mostly padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from math import gcd, lcm, prod
 from typing import NamedTuple
 
 ALIGNMENT = 64  # elements; every parameter starts at a multiple, as vector loads and TMA want
-_ENDLESS = 1 << 62  # an address behind every parameter
+_ENDLESS = 1 << 62  # an address after every parameter
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # (offsets, sizes)
@@ -89,7 +89,7 @@ class Item:
     name: str
     shape: Shape
     grain: Grain = ROW
-    side: int = 1  # of the square blocks that its matrices are made of; each block has a scale
+    side: int = 1  # the side of the square blocks that share a scale (fp8); 1: no blocks
 
     def __post_init__(self) -> None:
         if self.shape and min(self.shape) <= 0:
@@ -104,18 +104,18 @@ class Item:
 
     @cached_property
     def step(self) -> int:
-        """Addresses that divide every row of blocks, where scales can lie: a block's elements, or
-        fewer where the last block of a row is partial."""
+        """The elements of a block, or fewer if the last block of a row is partial: a number that
+        divides every row of blocks. Scales lie at multiples of it."""
         return self.side * gcd(self.side, self.shape[-1]) if self.side > 1 else 1
 
     @cached_property
     def room(self) -> int:
-        """Addresses up to where another parameter of blocks may start."""
+        """The elements from the start up to the address where another parameter may start."""
         return _round_up(self.numel, self.step)
 
     @cached_property
     def grain_size(self) -> int:
-        """Elements that stay together; the whole parameter where the grain is larger than it."""
+        """Elements that stay together; the whole parameter if the grain is larger."""
         return min(self.grain.size(self.shape), self.numel)
 
 
@@ -124,7 +124,7 @@ class View(NamedTuple):
 
     low: int  # the elements [low, high) of the parameter
     high: int
-    offset: int  # from the first address of the run on
+    offset: int  # from the first address of the run
     shape: Shape
     strides: Shape
 
@@ -179,7 +179,7 @@ class Layout:
         return self.numel - self.payload
 
     def piece(self, index: int, first_shard: int, num_shards: int = 1) -> tuple[int, int]:
-        """The elements [lo, hi) of a parameter that lie in a run of shards; lo == hi where none."""
+        """The elements [lo, hi) of a parameter that lie in a run of shards; lo == hi for none."""
         if not 0 <= first_shard <= first_shard + num_shards <= self.num_shards:
             raise ValueError(
                 f"shards {first_shard} to {first_shard + num_shards} of a layout of "
@@ -190,7 +190,7 @@ class Layout:
         return min(max(low, 0), numel), min(max(high, 0), numel)
 
     def piece_shape(self, index: int, lo: int, hi: int) -> Shape:
-        """``(rows, *rest)`` where [lo, hi) is whole rows, else flat; ``()`` for a whole scalar."""
+        """``(rows, *rest)`` if [lo, hi) is whole rows, else flat; ``()`` for a whole scalar."""
         shape = self.items[index].shape
         if not shape:
             return () if hi > lo else (0,)
@@ -203,13 +203,13 @@ class Layout:
         """The piece of each parameter that lies in a run of shards."""
         run = first_shard, num_shards
         if run not in self._pieces:
-            every = range(len(self.items))
-            self._pieces[run] = tuple(self._view_of(index, *run) for index in every)
+            indices = range(len(self.items))
+            self._pieces[run] = tuple(self._view_of(index, *run) for index in indices)
         return self._pieces[run]
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, int], tuple[View, ...]]:
-        return {}  # of the runs that were asked for: buffers that are alike share a layout
+        return {}  # by run, for each run that was needed: buffers that are alike share a layout
 
     def _view_of(self, index: int, first_shard: int, num_shards: int) -> View:
         low, high = self.piece(index, first_shard, num_shards)
@@ -219,33 +219,33 @@ class Layout:
         return View(low, high, offset, shape, strides)
 
     def window(self, index: int, first: int, shape: Shape) -> Layout:
-        """A run of a parameter's elements as a parameter of another shape, where they lie."""
+        """A run of a parameter's elements as a parameter of another shape at the same address."""
         item = Item(self.items[index].name, shape, ELEMENT)
         start = self.starts[index] + first
         return _Window((item,), self.num_shards, self.shard_size, (start,))
 
     def holders(self, index: int) -> range:
-        """The shards that hold something of a parameter."""
+        """The shards that hold elements of a parameter."""
         start, numel = self.starts[index], self.items[index].numel
         return range(start // self.shard_size, (start + numel - 1) // self.shard_size + 1)
 
     def chunks(self, index: int, lo: int, hi: int) -> tuple[Box, ...]:
         """The elements [lo, hi) as boxes, in order, as checkpoints describe them.
 
-        row 1    . . a a a        lo and hi inside rows give up to three boxes in 2-D:
+        row 1    . . a a a        if lo and hi are inside rows, up to three boxes in 2-D:
         row 2    b b b b b        the end of a row, whole rows, the beginning of a row
         row 3    c c . . .
         """
         return tuple(_boxes(self.items[index].shape, lo, hi))
 
     def picture(self, width: int = 72) -> str:
-        """One strip per shard."""
+        """One strip for each shard."""
         digits = len(str(self.num_shards - 1))
         shards = range(self.num_shards)
         return "\n".join(f"shard {shard:>{digits}} {self.strip(shard, width)}" for shard in shards)
 
     def strip(self, shard: int, width: int) -> str:
-        """One shard to scale, for humans: names, rows, and dots where padding lies."""
+        """A picture of one shard, to scale: names, rows, and dots for padding."""
         cells = ["."] * width + ["|"]
         for index, item in enumerate(self.items):
             if shard not in self.holders(index):
@@ -260,7 +260,7 @@ class Layout:
 
 
 def rows_text(shape: Shape, lo: int, hi: int) -> str:
-    """Which rows (or elements) of a parameter [lo, hi) are; nothing where it is all of it."""
+    """The rows (or elements) of a parameter that [lo, hi) is; nothing for the whole parameter."""
     if hi - lo == prod(shape):
         return ""
     row = prod(shape[1:])
@@ -272,7 +272,7 @@ class _Window(Layout):
     """A part of a planned layout, which may begin and end anywhere."""
 
     def __post_init__(self) -> None:
-        """Check nothing: the whole was checked."""
+        """Check nothing: the layout that this is a part of was checked."""
 
 
 def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
@@ -295,8 +295,8 @@ def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
         at = end
 
 
-# -- Planning. It sees (numel, grain) alone, and equal parameters are placed together: hundreds of
-# -- experts cost as much as one, and a repeated layer is found in the cache whatever its names.
+# -- Planning. It uses (numel, grain) only, and equal parameters are placed together: hundreds of
+# -- experts cost as much as one, and a repeated layer is found in the cache under any names.
 
 _Kind = tuple[int, int]  # (room, grain)
 
@@ -304,13 +304,13 @@ _Kind = tuple[int, int]  # (room, grain)
 def plan(items: Sequence[Item], num_shards: int) -> Layout:
     """Pack parameters into equal shards with little padding, alike on every rank.
 
-    Where parameters are made of blocks and no grain cuts them, starts and shards are at multiples
-    of every parameter's ``step``, which are addresses that scales have too.
+    If parameters are made of blocks and no grain cuts blocks, starts and shards are at multiples of
+    the parameters' ``step``, so that scales can be cut in the same way.
     """
     if not items or num_shards < 1:
         raise ValueError(f"{len(items)} parameters over {num_shards} shards: need 1 or more each")
     kinds = _kinds(items)
-    unit = min(item.step for item in items) // ALIGNMENT or 1  # it is planned in these
+    unit = min(item.step for item in items) // ALIGNMENT or 1  # planning counts in this unit
     if any(room % unit or grain % unit for room, grain in kinds):
         unit = 1
     units = tuple((room // unit, grain // unit) for room, grain in kinds)
@@ -318,22 +318,23 @@ def plan(items: Sequence[Item], num_shards: int) -> Layout:
     return Layout(tuple(items), num_shards, shard_size * unit, tuple(unit * at for at in starts))
 
 
-CHEAP_PADDING = 1 << 17  # elements over all shards; a collective more would cost more than these
+CHEAP_PADDING = 1 << 17  # elements over all shards; one more collective would cost more
 
 
 def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]:
-    """Indices for one buffer or several, each to be planned alone, so that padding never explodes.
+    """The indices for each of one or several buffers, to be planned separately, so that padding is
+    never large.
 
-    A buffer more is a collective more. Grain sizes therefore share one where that pads less than
-    ``CHEAP_PADDING``, or costs at most a sixteenth (or 2 % and one grain per shard, if that is
-    less) more than a buffer for each.
+    One more buffer is one more collective. So parameters of different grain sizes share a buffer if
+    that pads less than ``CHEAP_PADDING``, or costs at most a sixteenth more than separate buffers
+    (or 2 % and one grain per shard, if that is less).
     """
     everything = tuple(range(len(items)))
     whole, kinds = plan(items, num_shards), _kinds(items)
     if whole.padding * 50 <= whole.payload or whole.padding <= CHEAP_PADDING:
         return [everything]
     by_grain: dict[int, list[int]] = {}
-    for index, (numel, grain) in enumerate(kinds):  # whole tensors ask nothing of the shard size
+    for index, (numel, grain) in enumerate(kinds):  # whole tensors allow any shard size
         by_grain.setdefault(grain if grain < numel else 0, []).append(index)
 
     def payload(group: Sequence[int]) -> int:
@@ -344,10 +345,10 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
 
     families: list[list[int]] = []
     for family in by_grain.values():
-        # Few and short parameters of odd rows: no aligned start of a second one allows a cut.
+        # Few and short parameters of odd rows: no aligned start of a second parameter allows a cut.
         explodes = cost(family) > 2 * sum(cost([index]) for index in family)
         families += [[index] for index in family] if explodes else [family]
-    groups: list[tuple[list[int], int]] = []  # each with what its families cost alone
+    groups: list[tuple[list[int], int]] = []  # each with the sum of its families' separate costs
     for family in sorted(families, key=payload, reverse=True):
         alone = cost(family)
         for position, (members, members_alone) in enumerate(groups):
@@ -363,9 +364,9 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
 
 
 def cut_finer(items: Sequence[Item], num_shards: int) -> list[Item]:
-    """The same items; to be cut anywhere, where their grains would pad the buffers by more than a
-    sixteenth, with about as many shards as rows; or by half, where that cuts blocks: codes are then
-    not gathered, but twice their bytes."""
+    """The items, with grain ELEMENT if their own grains would pad the buffers too much (there are
+    about as many shards as rows). Too much is more than a sixteenth. For items of blocks it is more
+    than half, because if blocks are cut, not their codes are gathered but twice the bytes."""
     groups = [[items[index] for index in group] for group in plan_groups(items, num_shards)]
     layouts = [plan(group, num_shards) for group in groups]
     padding = sum(layout.padding for layout in layouts)
@@ -389,7 +390,7 @@ def _round_up(value: int, multiple: int) -> int:
 @lru_cache(maxsize=1024)
 def _plan(kinds: tuple[_Kind, ...], num_shards: int) -> tuple[int, tuple[int, ...]]:
     """The shard size and every start."""
-    # Coarse grains first: they ask most of their start, and the fine ones then fill the gaps.
+    # Coarse grains first: few starts fit them, and fine grains fill the gaps afterwards.
     counts = sorted(Counter(kinds).items(), key=lambda entry: (-entry[0][1], -entry[0][0]))
     size = _search(counts, num_shards, ALIGNMENT, _ENDLESS)
     if any(1 < grain < numel and grain % ALIGNMENT for numel, grain in kinds):
@@ -406,9 +407,9 @@ def _plan(kinds: tuple[_Kind, ...], num_shards: int) -> tuple[int, tuple[int, ..
 def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: int) -> int:
     """The smallest shard size found, a multiple of ``unit`` below ``limit``, or 0.
 
-    The moduli tried are those that let the j largest parameters be crossed anywhere. A shard must
-    then hold half of the next one, which is crossed once at most. Where they pad by over a percent,
-    the grain of most elements is tried by itself.
+    Each modulus that is tried lets the j largest parameters be cut anywhere. A shard must then hold
+    half of the next parameter, which is cut once at most. If these pad by over a percent, the grain
+    of most elements is tried by itself.
     """
     payload = sum(numel * count for (numel, _), count in counts)
     floor = max(-(-payload // num_shards), max(grain for (_, grain), _ in counts))
@@ -435,7 +436,7 @@ def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: 
         if size >= limit:
             continue
         best = limit = size
-        while failed and best - failed > max(modulus, best >> 8):  # a jump too far: halve it
+        while failed and best - failed > max(modulus, best >> 8):  # bisect the last jump
             size = failed + _round_up((best - failed) // 2, modulus)
             if _place(counts, size)[0] <= num_shards * size:
                 best = limit = size
@@ -447,7 +448,7 @@ def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: 
 
 
 def _place(counts: list[tuple[_Kind, int]], size: int) -> tuple[int, list[tuple[_Kind, int, int]]]:
-    """First fit under one shard size: where it all ends, and (kind, start, how many in a row)."""
+    """First fit under one shard size: the end address, and (kind, start, number in a row)."""
     free, placed = [(0, _ENDLESS)], []
     for kind, count in counts:
         numel, grain = kind
@@ -459,7 +460,7 @@ def _place(counts: list[tuple[_Kind, int]], size: int) -> tuple[int, list[tuple[
                 start = _first_start(low, numel, grain, size)
                 if start + numel > high:
                     break
-                # Copies follow each other to the shard's end, or beyond where cuts stay legal.
+                # Copies follow each other to the shard's end, or beyond it if cuts stay legal.
                 edge = high if regular and start % grain == 0 else (start // size + 1) * size
                 copies = (min(edge, high) - start + stride - numel) // stride
                 copies = min(count, max(copies, 1))
@@ -476,13 +477,13 @@ def _place(counts: list[tuple[_Kind, int]], size: int) -> tuple[int, list[tuple[
 
 
 def _first_start(low: int, numel: int, grain: int, size: int) -> int:
-    """The first address from ``low`` on where a parameter may lie, or ``_ENDLESS``.
+    """The first address from ``low`` on at which a parameter may start, or ``_ENDLESS``.
 
     low       start           boundary
     |.........| grain | grain | grain | grain ..      (boundary - start) % grain == 0
     """
     start = _round_up(low, ALIGNMENT)
-    # Alignments repeat, of boundaries with the first period and of grains with the second.
+    # The alignment of boundaries repeats with the first period, that of grains with the second.
     for _ in range(ALIGNMENT // gcd(size, ALIGNMENT) + 1):
         boundary = (start // size + 1) * size
         if start + numel <= boundary:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mesh axis as a rank sees it; whether its ranks issue the same collectives, and what to say
-where they do not.
+"""One mesh axis as a rank sees it, and the check that its ranks issue the same collectives.
 
     rank 0   all_gather 'blocks.1'  waits ...  --\
     rank 1   all_gather 'blocks.2'  waits ...  --->  both publish what they issued and wait for,
                                                      read the other's, and raise both names
 
-Messages of gloo carry a tag made of the operation, its number, its purpose and its size, so two
-ranks that disagree wait for each other; they never mix up their bytes. A thread looks at waits that
-take long. It raises only what is proven: ranks in a circle, each of which waits for a collective
-that the next has not issued, in one group or in several, will wait for ever. A rank that is merely
-slow is waited for; after a minute a warning says for what.
+Messages of gloo carry a tag that is made of the operation, its number, its purpose and its size. So
+two ranks that disagree wait for each other and never mix up their bytes. A thread looks at waits
+that take long. It raises only what is proven: ranks in a circle, where each waits for a collective
+that the next has not issued (in one group or in several), will wait for ever. A slow rank is waited
+for; after a minute a warning says what the wait is for.
 
-NCCL has no tags, and no host waits for it. So ranks also compare, at the end of every backward, a
-checksum of all that they issued.
+NCCL has no tags, and the host does not wait for it. So ranks also compare, at the end of every
+backward, a checksum of all collectives that they issued.
 """
 
 from __future__ import annotations
@@ -32,22 +31,19 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# What writes the weights is no collective, but ranks must do it alike too: steps of optimizers and
+# Writes to weights are no collectives, but ranks must do them alike too: steps of optimizers and
 # loads, and the settings of these steps.
 STEP, SETTINGS = "step", "step settings"
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
-_NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
-_PRIME = 1_000_003
+_NUMBERS = 1 << 12  # the number of a message in its tag starts again after so many
 _FORGOTTEN = "something longer ago than is remembered"
-# Seconds that a wait takes before its reason is looked for.
+# Seconds that a wait takes before the watching thread looks for its reason.
 patience = 5.0
 
 
@@ -56,14 +52,13 @@ def _checksum(purpose: str) -> int:
     return zlib.crc32(purpose.encode())
 
 
-class _Issued:
-    """The collectives of one operation: how many, the last ones, a checksum over all, in order."""
+@dataclass(slots=True, eq=False)
+class _History:
+    """The collectives of one operation that a rank has issued."""
 
-    __slots__ = ("count", "recent", "trail")
-
-    def __init__(self) -> None:
-        self.count = self.trail = 0
-        self.recent: deque[str] = deque(maxlen=_REMEMBERED)
+    count: int = 0
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # purposes
+    trail: int = 0  # a checksum over all purposes, in order
 
 
 _journals: WeakSet[Journal] = WeakSet()  # of all groups
@@ -76,95 +71,95 @@ class Journal:
         self.group, self.rank, self.size = group, rank, size
         if group is not None:
             _journals.add(self)
-        self._issued: dict[str, _Issued] = {}  # by operation
-        self._asked = 0  # how often for a difference
+        self._histories: dict[str, _History] = {}  # by operation
+        self._num_comparisons = 0
 
     def add(self, operation: str, purpose: str) -> Ticket:
         """Note one more collective, or one more step of an optimizer."""
-        issued = self._issued.get(operation)
-        if issued is None:
-            issued = self._issued[operation] = _Issued()
-        issued.count += 1
-        issued.recent.append(purpose)
-        issued.trail = (issued.trail * _PRIME + _checksum(purpose)) & 0xFFFFFFFF
-        return Ticket(self, operation, issued.count, purpose)
+        history = self._histories.get(operation)
+        if history is None:
+            history = self._histories[operation] = _History()
+        history.count += 1
+        history.recent.append(purpose)
+        history.trail = (history.trail * 1_000_003 + _checksum(purpose)) & 0xFFFFFFFF
+        return Ticket(self, operation, history.count, purpose)
 
-    def trail(self) -> NDArray[numpy.bool_]:
-        """32 bits that are the same on ranks which have issued the same collectives. Operations
-        are kept apart: a rank that reduces late still gathers in step with the others."""
-        trails = sorted((operation, issued.trail) for operation, issued in self._issued.items())
-        together = zlib.crc32(repr(trails).encode())
-        return numpy.unpackbits(numpy.frombuffer(together.to_bytes(4, "big"), numpy.uint8)) > 0
+    def trail(self) -> int:
+        """A checksum of 32 bits, the same on ranks that have issued the same collectives. The order
+        counts within an operation only: a rank that reduces late still gathers in step."""
+        trails = sorted((operation, past.trail) for operation, past in self._histories.items())
+        return zlib.crc32(repr(trails).encode())
 
     def first_difference(self) -> str:
-        """The error message for ranks whose trails differ. Every rank of the group asks at once."""
+        """The error message for ranks whose trails differ. Every rank of the group calls this."""
         store = dist.distributed_c10d._get_default_store()
-        self._asked += 1
-        where = f"shardwise/issued/{self.group.group_name}/{self._asked}"
-        mine = {"issued": self.issued()}
+        self._num_comparisons += 1
+        where = f"shardwise/issued/{self.group.group_name}/{self._num_comparisons}"
+        mine = self.issued()
         store.set(f"{where}/{self.rank}", json.dumps(mine))
         for peer in range(self.size):
             theirs = json.loads(store.get(f"{where}/{peer}"))
-            for operation in sorted(mine["issued"].keys() | theirs["issued"].keys()):
-                last = max(each["issued"].get(operation, [0])[0] for each in (mine, theirs))
+            for operation in sorted(mine.keys() | theirs.keys()):
+                last = max(issued.get(operation, [0])[0] for issued in (mine, theirs))
                 for number in range(max(last - _REMEMBERED, 0) + 1, last + 1):
-                    first, second = (_purpose(each, operation, number) for each in (mine, theirs))
+                    first, second = (_purpose(i, operation, number) for i in (mine, theirs))
                     if first != second:
                         pair = sorted([(self.rank, first), (peer, second)])
                         if operation in (STEP, SETTINGS):
                             return _stepped_apart(*pair)
                         return _out_of_step(
-                            " and ".join(f"rank {who} issued {operation} of {p}" for who, p in pair)
+                            " and ".join(f"rank {r} issued {operation} of {p}" for r, p in pair)
                         )
         return _out_of_step("they issued different collectives, longer ago than is remembered")
 
     def writes(self) -> tuple[int, int, str]:
-        """How often the weights were written, a checksum over it, and the last time in words: the
-        same on ranks whose weights belong together."""
-        steps = self._issued.get(STEP) or _Issued()
+        """The number of writes to weights, a checksum over all of them, and the last one in words:
+        the same on ranks whose weights belong together."""
+        steps = self._histories.get(STEP) or _History()
         return steps.count, steps.trail, steps.recent[-1] if steps.recent else "nothing"
 
     def forget_writes(self) -> None:
         """Begin anew: every rank of the group has loaded its weights."""
         for operation in (STEP, SETTINGS):
-            self._issued.pop(operation, None)
+            self._histories.pop(operation, None)
 
     def issued(self) -> dict[str, Any]:
-        """How many of each operation, and the last ones, as JSON knows it."""
+        """For each operation: how many were issued, and the last purposes. For JSON."""
         return {
-            operation: [issued.count, list(issued.recent)]
-            for operation, issued in self._issued.items()
+            operation: [history.count, list(history.recent)]
+            for operation, history in self._histories.items()
         }
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One collective in a journal."""
 
-    __slots__ = ("count", "journal", "operation", "purpose")
-
-    def __init__(self, journal: Journal, operation: str, count: int, purpose: str) -> None:
-        self.journal, self.operation, self.count, self.purpose = journal, operation, count, purpose
+    journal: Journal
+    operation: str
+    count: int
+    purpose: str
 
     @property
     def tag(self) -> int:
-        """The tag of its messages, 29 bits; the same on all ranks that are in step."""
+        """The tag of the messages, 29 bits; the same on all ranks that are in step."""
         check = _checksum(self.purpose) & 0x7FFF
         kind = OPERATIONS.index(self.operation)
         return (check * _NUMBERS + self.count % _NUMBERS) * len(OPERATIONS) + kind
 
 
-# ------------------------------------------------------------------------------ being counted
+# ------------------------------------------------------------------------------ counting
 
 
 class Call(NamedTuple):
-    """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
-    one to be scattered, the reduced one; what this rank sends to its peers for an all-to-all."""
+    """One collective as this rank issued it. ``nbytes`` is the size of the whole buffer that is
+    gathered, scattered or reduced; for an all-to-all, the bytes that this rank sends to peers."""
 
     operation: str
     axis: str
     size: int
     nbytes: int
-    arriving: int | None = None  # bytes that an all-to-all brings; None: as many as it sends
+    arriving: int | None = None  # bytes that an all-to-all brings; None: as many as are sent
 
     @property
     def wire_bytes(self) -> int:
@@ -197,19 +192,19 @@ def record() -> Iterator[list[Call]]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """While a collective runs on a copy elsewhere: it was counted already."""
-    open_now = _recorders[:]
+    """Count no collectives while the context is open, because the caller has counted them."""
+    recorders = _recorders[:]
     _recorders.clear()
     try:
         yield
     finally:
-        _recorders[:] = open_now
+        _recorders[:] = recorders
 
 
 def recorded(
     operation: str, axis: str, size: int, nbytes: int, arriving: int | None = None
 ) -> None:
-    """Tell every open ``record()`` of a collective."""
+    """Add a collective to the list of every open ``record()``."""
     for calls in _recorders:
         calls.append(Call(operation, axis, size, nbytes, None if arriving == nbytes else arriving))
 
@@ -222,18 +217,18 @@ class _Wait:
     ticket: Ticket
     works: Sequence[Any]
     since: float
-    proof: str | None = None
-    told: bool = False  # whether a warning spoke of it
+    proof: str | None = None  # the error message, once it is proven that the wait will not end
+    warned: bool = False
 
 
 _waits: dict[int, _Wait] = {}  # by thread
-_WAITING = "shardwise/waiting"  # where ranks publish
+_WAITING = "shardwise/waiting"  # the keys under which ranks publish their waits
 _watcher: threading.Thread | None = None
 
 
 @contextmanager
 def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
-    """Watch a wait for messages: where the ranks are out of step it raises instead of hanging."""
+    """Watch a wait for messages: if the ranks are out of step, raise instead of hanging."""
     global _watcher
     if ticket is None:
         yield
@@ -246,7 +241,7 @@ def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # This rank's own proof, or that of a peer, which closed the connection.
+        # The watching thread ended this wait, or a peer closed the connection with a proof.
         if wait.proof is None:
             with suppress(Exception):
                 _look(wait)
@@ -260,19 +255,19 @@ def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
 def _watch() -> None:
     while True:
         time.sleep(min(1.0, patience / 2))
-        _look_at_long_waits()  # a function of its own: its variables hold messages
+        _look_at_long_waits()  # another function, so that no variable here keeps messages alive
 
 
 def _look_at_long_waits() -> None:
     for wait in list(_waits.values()):
         waited = time.monotonic() - wait.since
         if waited > patience and wait.proof is None:
-            with suppress(Exception):  # the store, or the group, is gone: the wait will tell
+            with suppress(Exception):  # the store or the group is gone: the wait itself will fail
                 _look(wait)
                 if wait.proof is not None:
                     _interrupt(wait.works)
-        if waited > 12 * patience and wait.proof is None and not wait.told:
-            wait.told, ticket = True, wait.ticket
+        if waited > 12 * patience and wait.proof is None and not wait.warned:
+            wait.warned, ticket = True, wait.ticket
             logger.warning(
                 "rank %d has waited %.0f s in %s of %s, for a rank that has not come to it. Does "
                 "every rank run as many batches as the others, and does none wait elsewhere "
@@ -282,8 +277,8 @@ def _look_at_long_waits() -> None:
 
 
 def _interrupt(works: Sequence[Any]) -> None:
-    """End the waits of another thread. gloo closes the connection of a wait that times out; there
-    is no other way to end one."""
+    """End the waits of another thread: gloo closes the connection of a wait that times out. There
+    is no other way to end a wait."""
     for work in works:
         with suppress(Exception):
             work.wait(timedelta(milliseconds=1))
@@ -292,9 +287,9 @@ def _interrupt(works: Sequence[Any]) -> None:
 def _look(wait: _Wait) -> None:
     """Publish what this rank waits for, and look for a circle of ranks that wait for each other.
 
-    Old records prove nothing wrong. A rank issues nothing while it waits: where X waits for what Y
-    had not issued in Y's record, X waits until after the end of the wait in that record. In a
-    circle every wait would end later than itself.
+    An old record leads to no wrong proof. A rank issues nothing while it waits. So if X waits for a
+    collective that Y had not issued when Y published its record, then X's wait ends after the wait
+    in that record. In a circle every wait would end later than itself.
     """
     ticket = wait.ticket
     store = dist.distributed_c10d._get_default_store()
@@ -307,9 +302,9 @@ def _look(wait: _Wait) -> None:
         "issued": {journal.group.group_name: journal.issued() for journal in list(_journals)},
     }
     store.set(f"{_WAITING}/{me}", json.dumps(mine))
-    records: dict[int, Any] = {me: mine}  # by rank; None: it has published nothing
+    records: dict[int, Any] = {me: mine}  # by rank; None: that rank has published nothing
     path, tried = [me], {me}
-    untried = [iter(peers)]  # for each rank of the path: those that it may wait for
+    untried = [iter(peers)]  # for each rank of the path: the ranks that it may wait for
     while path:
         waiting, rank = records[path[-1]], next(untried[-1], None)
         if rank is None:
@@ -323,9 +318,9 @@ def _look(wait: _Wait) -> None:
             continue
         if rank in path:
             circle = sorted(path[path.index(rank) :])[:4]
-            found = [(who, records[who]["waits"]) for who in circle]
+            waits = [(member, *records[member]["waits"]) for member in circle]
             wait.proof = _out_of_step(
-                " and ".join(f"rank {who} waits in {what[0]} of {what[2]}" for who, what in found)
+                " and ".join(f"rank {r} waits in {name} of {p}" for r, name, _, p in waits)
             )
             return
         if rank not in tried:
@@ -335,15 +330,15 @@ def _look(wait: _Wait) -> None:
 
 
 def _has(record: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the owner of a record has issued the collective that the other waits for."""
+    """Whether the rank of ``record`` has issued the collective that ``other``'s rank waits for."""
     operation, number, purpose = other["waits"]
-    mine = {"issued": record["issued"].get(other["group"], {})}
-    return _purpose(mine, operation, number) in (purpose, _FORGOTTEN)
+    issued = record["issued"].get(other["group"], {})
+    return _purpose(issued, operation, number) in (purpose, _FORGOTTEN)
 
 
-def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
-    """The purpose of a collective in a record."""
-    count, recent = record["issued"].get(operation, [0, []])
+def _purpose(issued: dict[str, Any], operation: str, number: int) -> str:
+    """The purpose of one collective in ``Journal.issued()``."""
+    count, recent = issued.get(operation, [0, []])
     position = len(recent) - 1 - (count - number)
     if number > count:
         return "nothing"
@@ -353,29 +348,30 @@ def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
 def _out_of_step(where: str) -> str:
     return (
         f"the ranks are out of step: {where}. Every rank must run the same wrapped modules in the "
-        f"same order; one whose loss does not depend on a module still has to call it, also "
-        f"with unused_parameters='zeros', which stands for gradients alone. The process group "
-        f"cannot be used any more: end this run"
+        f"same order. A rank whose loss does not depend on a module must call the module all the "
+        f"same, also with unused_parameters='zeros', which replaces gradients and not forwards. "
+        f"The process group cannot be used any more: end this run"
     )
 
 
-def refuse_other_writes(everyone: Sequence[dict[str, tuple[int, int, str]]]) -> None:
-    """Raise where ranks of a group have written its weights differently; by rank: the
-    :meth:`Journal.writes` of its groups, by their names."""
+def refuse_other_writes(writes_by_rank: Sequence[dict[str, tuple[int, int, str]]]) -> None:
+    """Raise if ranks of a group have written its weights differently. For each rank:
+    :meth:`Journal.writes` of each group, by the group's name."""
     first: dict[str, tuple[int, tuple[int, int, str]]] = {}
-    for rank, groups in enumerate(everyone):
+    for rank, groups in enumerate(writes_by_rank):
         for group, writes in groups.items():
             other, theirs = first.setdefault(group, (rank, writes))
             if writes[:2] != theirs[:2]:
-                pair = [
-                    (who, f"{what[0]} of them, {what[2]} last")
-                    for who, what in ((other, theirs), (rank, writes))
-                ]
-                raise RuntimeError(_stepped_apart(*pair))
+                raise RuntimeError(
+                    _stepped_apart(
+                        (other, f"{theirs[0]} writes (the last: {theirs[2]})"),
+                        (rank, f"{writes[0]} writes (the last: {writes[2]})"),
+                    )
+                )
 
 
 def _stepped_apart(*ranks: tuple[int, str]) -> str:
-    did = " and ".join(f"rank {who} ran {what}" for who, what in ranks)
+    did = " and ".join(f"rank {rank} ran {words}" for rank, words in ranks)
     return (
         f"the optimizers of the ranks are out of step: {did}. Every rank must step, load and write "
         f"weights and gradients alike, with the same values, and with the gradients of the same "
@@ -389,7 +385,7 @@ class Axis:
     """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
 
     name: str
-    group: Any  # a ProcessGroup; None: nobody is behind this axis, see :meth:`pretended`
+    group: Any  # a ProcessGroup; None: the axis has no other ranks, see :meth:`pretended`
     size: int
     rank: int
     backends: dict[str, str]  # by device type
@@ -398,8 +394,8 @@ class Axis:
 
     @classmethod
     def pretended(cls, name: str, size: int, rank: int, backend: str) -> Axis:
-        """An axis for a plan: tensors on the meta device are sent as ``backend`` would send them,
-        counted, and go nowhere."""
+        """An axis for a plan: collectives of meta tensors are counted as ``backend`` would send
+        them, and nothing is sent."""
         journal = Journal(None, rank, size)
         return cls(name, None, size, rank, {"meta": backend}, tuple(range(size)), journal)
 
@@ -409,7 +405,7 @@ class Axis:
         return "meta" in self.backends or "fake" in self.backends.values()
 
     def __deepcopy__(self, memo: Any) -> Axis:
-        """The same: a copy of a model whose experts are spread stands where the model does."""
+        """The same object: a copied model with spread experts uses the axes of the original."""
         return self
 
     def backend_for(self, tensor: Tensor) -> str | None:
@@ -417,21 +413,21 @@ class Axis:
 
 
 GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
-_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()
+_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()  # by group, then by name
 
 
 def as_axis(group: GroupLike, name: str | None = None) -> Axis:
     """The Axis of a process group. One group may be an axis of several meshes, under several names;
-    its messages are counted together all the same."""
+    these axes share one journal."""
     if isinstance(group, Axis):
         return group
-    known = _AXES.setdefault(group, {})
-    first = next(iter(known.values()), None)
+    axes = _AXES.setdefault(group, {})
+    first = next(iter(axes.values()), None)
     if name is None:
         name = first.name if first is not None else "group"
-    if name not in known:
+    if name not in axes:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        known[name] = Axis(
+        axes[name] = Axis(
             name=name,
             group=group,
             size=size,
@@ -440,7 +436,7 @@ def as_axis(group: GroupLike, name: str | None = None) -> Axis:
             peers=tuple(dist.get_process_group_ranks(group)),
             journal=first.journal if first is not None else Journal(group, rank, size),
         )
-    return known[name]
+    return axes[name]
 
 
 def _backends(group: Any) -> dict[str, str]:

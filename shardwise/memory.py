@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of memory, the sources that they come from, and the ledger that counts them.
 
-A :class:`Block` is a flat tensor whose memory comes and goes while the tensor, and every view of it
-that autograd saved, stays. A *source* decides where the memory comes from:
+A :class:`Block` is a flat tensor whose memory comes and goes, while the tensor and every view of it
+that autograd saved stay. A *source* decides where the memory comes from:
 
 - :class:`Caching`: the storage is resized, so torch's allocator recycles it. The default.
-- :class:`TracePool` (``memory="trace"``): the first step finds out how many gradients on their way
-  to a reduction and MXFP8 planes are alive together, and how large these are. Their storages are
-  kept, and later steps use them again. Blocks that are never alive together share a storage:
+- :class:`TracePool` (``memory="trace"``): the first step finds out how many packed gradients and
+  MXFP8 planes are alive together, and how large they are. Their storages are kept and used again in
+  later steps. Blocks that are never alive together share a storage:
 
       backward    | unit 3 | unit 2 | unit 1 |
       gradients 3 ##########                        storage A
       gradients 2        ...#########               storage B
       gradients 1                ...##########      storage A
 
-  It saves calls of the allocator and costs memory; docs/memory.md has the figures.
+  This saves calls of the allocator and costs memory; docs/memory.md has the figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.holders import count_holders, count_references, is_kept, mark_len
 
 
 class Ledger:
-    """Bytes alive by kind (main, compute, grad, ...), now and at the highest."""
+    """Bytes alive by kind (main, compute, grad, ...), now and at the peak."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = defaultdict(int)
@@ -39,7 +39,7 @@ class Ledger:
         self.total = 0
         self.peak_total = 0
         self.watchers: list[Callable[[str, int], None]] = []
-        # Told of every tensor whose memory is counted here, before it is: others need not count it.
+        # Called with every tensor before its memory is counted: the caller need not count it too.
         self.adopted: Callable[[torch.Tensor], object] | None = None
 
     def add(self, kind: str, nbytes: int) -> None:
@@ -69,8 +69,8 @@ _open_ledger = ledger  # where new blocks count themselves
 
 @contextmanager
 def separate_ledger() -> Iterator[Ledger]:
-    """A ledger of its own for the blocks that are made while the context is open; blocks on the
-    meta device, which hold no bytes, count there what they would hold. For plans."""
+    """A separate ledger for the blocks that are made while the context is open. Blocks on the meta
+    device count there the bytes that they would hold. For plans."""
     global _open_ledger
     before, _open_ledger = _open_ledger, Ledger()
     try:
@@ -88,10 +88,11 @@ class Source(Protocol):
 
 
 class Block:
-    """A flat tensor whose memory can be given back and had again.
+    """A flat tensor whose memory can be released and acquired again.
 
-    ``lane`` names the stream on which the owner allocates and frees it: storages are shared within
-    one lane only. ``moved`` is called when the tensor got another storage, for views to follow.
+    ``lane`` names the stream on which the owner allocates and frees the memory: storages are shared
+    within one lane only. ``moved`` is called when the tensor has got another storage, so that the
+    owner can make its views again.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Block:
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self.storage = self.tensor.untyped_storage()
-        self.own = 0  # the holders of the memory that are no others'; 0: nothing was lent
+        self.own = 0  # the owner's holders of the memory; 0: nothing was lent yet
         self._lent_at = 0
-        self.autograds = {0}  # numbers of views of others that were autograd's alone
+        self.autograds = {0}  # numbers of lent views that turned out to be all held by autograd
         self.live = True
         self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
@@ -118,18 +119,18 @@ class Block:
 
     @property
     def _held(self) -> int:
-        """The bytes that the ledger counts while the block is live: the meta device holds none."""
+        """The bytes that the ledger counts while the block is live; on the meta device none."""
         return 0 if self.tensor.is_meta and self._counted.ledger is ledger else self.nbytes
 
     def release(self, source: Source) -> None:
-        """Give the memory back. The contents are lost."""
+        """Release the memory. The contents are lost."""
         if self.live:
             self.live = False
-            self._counted.set(0)  # first: the pool counts the same bytes as idle from here on
+            self._counted.set(0)  # first, because the pool counts the same bytes as idle
             source.release(self)
 
     def acquire(self, source: Source) -> None:
-        """Get memory again. The contents are undefined."""
+        """Acquire memory again. The contents are undefined."""
         if not self.live:
             source.acquire(self)
             self.live = True
@@ -137,36 +138,36 @@ class Block:
 
     @property
     def holders(self) -> int:
-        """The number of tensors that lie in the memory, its own among them."""
+        """The number of tensors that use the memory, the block's own tensor among them."""
         return count_holders(self.storage)
 
     def lend(self, shown: Sequence[torch.Tensor] = ()) -> None:
-        """Others may make views from here on: count the owner's, which are all there, without
-        ``shown``, those that it hands out itself."""
+        """From now on others may make views. All views of the owner exist: count them, without
+        ``shown``, the views that the owner hands out."""
         self.own, self._lent_at = self.own or self.holders - len(shown), time_now()
         mark_lent(self.storage)
 
     def lent(self, shown: Sequence[torch.Tensor] = (), references: int = 0) -> int:
-        """The number of views that others hold, and of their references to ``shown``, of which the
-        owner has ``references`` each beside this list."""
-        found = self.holders - self.own - len(shown) if self.own else 0
-        return found + sum(count_references(shown)) - references * len(shown) if shown else found
+        """The number of views that others hold, plus the number of their references to ``shown``.
+        The owner itself has ``references`` references to each of these, beside this list."""
+        views = self.holders - self.own - len(shown) if self.own else 0
+        return views + sum(count_references(shown)) - references * len(shown) if shown else views
 
     def is_kept(self, lent: int, ours: set[int]) -> bool:
-        """Whether others than autograd hold one of the views that are ``lent``: looks through
-        objects of Python. ``ours``: the ids of the owner's views."""
+        """Whether anything but autograd holds one of the ``lent`` views: searches all Python
+        objects. ``ours``: the ids of the owner's views."""
         kept = is_kept(self.storage, ours, self._lent_at)
         if not kept:
             self.autograds.add(lent)
         return kept
 
     def leave(self) -> None:
-        """Leave the memory to whoever holds views of it, and go on with another."""
+        """Leave the memory to the holders of its views, and continue with new memory."""
         self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device))
 
     def move(self, storage: torch.UntypedStorage) -> None:
-        """Put the tensor into ``storage``, which has memory: views cannot be made of none. It is no
-        view of it for autograd, so its version counter stays its own."""
+        """Put the tensor into ``storage``, which must have memory, because views are made. For
+        autograd the tensor is no view of it, so it keeps its own version counter."""
         with torch.no_grad():
             self.tensor.set_(storage, 0, (self.numel,), (1,))
         self.storage, self.own, self.autograds = storage, 0, {0}
@@ -175,7 +176,7 @@ class Block:
 
 
 class _Counted:
-    """The ledger's entry of one block, which counts nothing once it is gone."""
+    """The entry of one block in the ledger; it counts nothing after the block is deleted."""
 
     def __init__(self, kind: str, tensor: torch.Tensor | None = None) -> None:
         self.kind, self.nbytes, self.ledger = kind, 0, _open_ledger
@@ -191,7 +192,8 @@ class _Counted:
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive; None comes back once that is gone."""
+    """A bound method that does not keep its object alive. After the object is deleted, it returns
+    None."""
     reference = weakref.WeakMethod(method)
 
     def call(*rest: Any) -> Any:
@@ -202,7 +204,7 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """``tensor``, fresh memory of its own, in the ledger for as long as it is alive."""
+    """``tensor``, which has new memory, counted in the ledger for as long as it is alive."""
     entry = _Counted(kind, tensor)
     entry.set(tensor.nbytes)
     weakref.finalize(tensor, entry.set, 0).atexit = False
@@ -211,7 +213,7 @@ def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 @contextmanager
 def held(nbytes: int, kind: str) -> Iterator[None]:
-    """Count bytes that what runs inside takes for a moment, in memory that is not seen here."""
+    """Count bytes that code inside the context takes temporarily, in memory not seen here."""
     entry = _Counted(kind)
     entry.set(nbytes)
     try:
@@ -223,8 +225,8 @@ def held(nbytes: int, kind: str) -> Iterator[None]:
 class Caching:
     """Resize the storage: torch's caching allocator recycles the bytes on the current stream.
 
-    One that numpy shows cannot be resized, ever after. It stays with whoever looks at it (numpy,
-    and what autograd saved), and the block goes on with another.
+    A storage that numpy has shared can never be resized again. It stays with its other users (numpy
+    and tensors that autograd saved), and the block continues with a new one.
     """
 
     def acquire(self, block: Block) -> None:
@@ -242,14 +244,15 @@ CACHING = Caching()
 class TracePool:
     """Keep the storages of released blocks for the next blocks of their lane.
 
-    A block takes the free storage that is nearest in size, its own where several are, and enlarges
-    it if it must: so in steps that are alike each block has the place that it had in the last one.
-    Autograd must hold no view of a block, because blocks move: whole bf16 weights never come here.
+    A block takes the free storage that is nearest in size (among equals, the one that it had
+    before) and enlarges it if necessary. So in steps that are alike, each block gets the storage of
+    the last step again. Autograd must hold no view of a block, because blocks move: whole bf16
+    weights never use this source.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[str, torch.device], list[torch.UntypedStorage]] = defaultdict(list)
-        # What the storages hold beyond the blocks that live in them, which count themselves.
+        # The bytes of the storages beyond those of the live blocks in them, which count themselves.
         self._idle = _Counted("pool_idle")
 
     def acquire(self, block: Block) -> None:
@@ -268,7 +271,7 @@ class TracePool:
             storage.resize_(0)  # first, so that no contents are copied
             storage.resize_(block.nbytes)
         self._idle.set(self._idle.nbytes - min(idle, block.nbytes))
-        block.own = 0  # blocks that lay there too have come and gone
+        block.own = 0  # other blocks have used the storage in between
         if storage._cdata != own._cdata:
             block.move(storage)
 
@@ -276,6 +279,6 @@ class TracePool:
         storage, idle = block.storage, block.nbytes
         if storage.resizable():
             self._free[block.lane, block.tensor.device].append(storage)
-        else:  # numpy shows it: it stays with whoever looks at it
+        else:  # numpy shares the storage, so it stays with its users
             idle -= storage.nbytes()
         self._idle.set(self._idle.nbytes + idle)

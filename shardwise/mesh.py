@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: the ranks of a job as named axes, outer to inner: ``dp_outer``, ``dp``, ``ep``, ``tp``;
-where a rank stands on them (``Ranks``), and axes that are made of others."""
+"""Meshes: the ranks of a job as named axes, outer to inner (``dp_outer``, ``dp``, ``ep``, ``tp``);
+a rank's place on them (``Ranks``); and axes that are made from other axes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def init_mesh(
     tp: int = 1,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks; ``dp`` fills up what the other axes leave.
+    """A mesh over all ranks. ``dp=None``: all ranks that the other axes leave.
 
-    Joins the process group that ``torchrun`` prepared if none is up, and makes a group of one where
-    there is no launcher. Axes of size one are left out, except ``dp``.
+    If there is no process group yet, this joins the one that ``torchrun`` prepared, or makes a
+    group of one rank without a launcher. Axes of size one are left out, except ``dp``.
     """
     given = {"dp": dp, "dp_outer": dp_outer, "ep": ep, "tp": tp}
     wrong = [f"{name}={size!r}" for name, size in given.items() if size is not None and size < 1]
@@ -65,11 +65,10 @@ def init_mesh(
 
 
 class PretendedMesh(DeviceMesh):
-    """A DeviceMesh as one of its ranks sees it, with no process group and nobody behind it: the
-    mesh of a plan. It has as much of a DeviceMesh as wrapping, parameters and their buffers ask
-    for.
+    """The mesh of a plan: a DeviceMesh as one rank sees it, without a process group and without
+    other ranks. It has the methods of a DeviceMesh that wrapping, parameters and buffers use.
 
-    ``backend``: "nccl" or "gloo", as which its axes count what they send.
+    ``backend``: "nccl" or "gloo": its axes count messages as this backend would send them.
     """
 
     device_type = "meta"
@@ -91,7 +90,7 @@ class PretendedMesh(DeviceMesh):
 
     @staticmethod
     def _concatenate(meshes: Sequence[PretendedMesh]) -> PretendedMesh:  # type: ignore[override]
-        """The axes of both, those of the second inside."""
+        """The axes of both meshes, the second mesh inside the first."""
         first, second = meshes
         return PretendedMesh(
             first.mesh_dim_names + second.mesh_dim_names,
@@ -113,7 +112,7 @@ class PretendedMesh(DeviceMesh):
         return self._coordinate
 
     def get_group(self, axis: int = 0) -> comm.Axis:  # type: ignore[override]
-        """In the place of a process group: ``comm`` takes either."""
+        """An Axis in place of a process group: ``comm`` takes either."""
         return self._axes[axis]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> PretendedMesh:
@@ -125,20 +124,19 @@ class PretendedMesh(DeviceMesh):
         return self._parts[names]
 
     def _flatten(self, *_: Any) -> PretendedMesh:
-        """All axes as one; the inner ones count fastest."""
+        """All axes as one; the inner axis counts fastest."""
         name = "+".join(self.mesh_dim_names)
         if (name,) not in self._parts:
-            every = itertools.product(*map(range, self.shape))
-            rank = list(every).index(self._coordinate)
+            rank = list(itertools.product(*map(range, self.shape))).index(self._coordinate)
             self._parts[name,] = PretendedMesh([name], [self.size()], [rank], self._backend)
         return self._parts[name,]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh as one rank sees it: axes outer to inner, and its place on each.
+    """A mesh as one rank sees it: the axes, outer to inner, and the rank's place on each.
 
-    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
+    ``others``: the axis over which experts are spread, for a mesh of expert parameters.
     """
 
     mesh: DeviceMesh
@@ -158,11 +156,11 @@ class Ranks:
         return tuple(axis.rank for axis in self.axes)
 
     def num_shards(self, placements: Sequence[Placement]) -> int:
-        """Into how many shards these placements cut a buffer."""
+        """The number of shards that these placements cut a buffer into."""
         return num_shards(placements, self.sizes)
 
     def held(self, placements: Sequence[Placement], num_shards: int) -> tuple[int, int]:
-        """The first of ``num_shards`` shards this rank holds, and how many."""
+        """(first, count) of the shards that this rank holds, of ``num_shards``."""
         return shard_range(placements, self.sizes, self.coordinate, num_shards)
 
     def chosen(self, flags: Iterable[bool]) -> tuple[comm.Axis, ...]:
@@ -170,7 +168,7 @@ class Ranks:
         return tuple(a for a, flag in zip(self.axes, flags, strict=True) if flag and a.size > 1)
 
     def joint(self, flags: Sequence[bool]) -> comm.Axis:
-        """The flagged axes as one, which counts the inner axis fastest (see ``joint_places``)."""
+        """The flagged axes as one axis; the inner one counts fastest (see ``joint_places``)."""
         if sum(flags) == 1:
             return self.axes[flags.index(True)]
         names = self.mesh.mesh_dim_names
@@ -182,36 +180,36 @@ class Ranks:
 
 
 def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
-    """The reason, in words, why the axes of a mesh (``joint``: or all of them as one) do not fit
-    together: torch sorts the ranks of every process group, so in a mesh of ranks in another order a
-    rank may have another place in its group than its neighbours on the other axes have."""
+    """The reason why the ranks of a mesh cannot be used in this order, or None. torch sorts the
+    ranks of every process group, so with another order a rank and its neighbours on the other axes
+    may have different places in their groups. ``joint``: check all axes as one axis, too."""
     if isinstance(mesh, PretendedMesh):
         return None
     grid = mesh.mesh.cpu().numpy()
     places = [grid.argsort(axis).argsort(axis) for axis in range(grid.ndim)]  # in the groups
-    agree = all(
+    fits = all(
         (places[axis] == places[axis].take([0], other)).all()
         for axis, other in itertools.permutations(range(grid.ndim), 2)
     )
-    if agree and joint:
+    if fits and joint:
         in_order = numpy.ravel_multi_index(places, grid.shape).flatten()[grid.flatten().argsort()]
-        agree = bool((in_order == numpy.arange(grid.size)).all())
-    if agree:
+        fits = bool((in_order == numpy.arange(grid.size)).all())
+    if fits:
         return None
     return (
-        f"the mesh {grid.tolist()} has its ranks in an order that torch's process groups, which "
-        f"are sorted, do not keep, so replicas of a shard would not meet: let ranks ascend along "
-        f"every axis{' and from row to row' if joint else ''}, as init_device_mesh does"
+        f"the mesh {grid.tolist()} has its ranks in another order than torch's process groups, "
+        f"which are sorted, so replicas of a shard would not meet: let ranks ascend along every "
+        f"axis{' and from row to row' if joint else ''}, as init_device_mesh does"
     )
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The axes ``names`` as one axis; the first call makes its process group (collective).
 
-    torch keeps a flattened mesh on the root mesh, and its own DTensors then gather over it in one
-    collective. For rows that are cut unevenly by both axes that gather returns padding in the place
-    of rows (torch 2.13), without a word. So the mesh that we make is kept where torch does not
-    look; a mesh that the user flattened stays where it is.
+    torch keeps a flattened mesh on the root mesh, and then its own DTensors gather over it in one
+    collective. For rows that both axes cut unevenly, this gather returns padding instead of rows
+    (torch 2.13), without an error. So our flattened mesh is kept where torch does not look. A mesh
+    that the user flattened stays where it is.
     """
     root, kept = _kept_on_root(mesh)
     if (mesh, names) not in kept:
@@ -224,8 +222,8 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes of ``data``, then the axes ``names`` of ``other``; both belong to one mesh, whose
-    process groups are used."""
+    """The axes of ``data``, then the axes ``names`` of ``other``, with the process groups of the
+    one mesh that both belong to."""
     wanted = (*(data.mesh_dim_names or ()), *names)
     if other.mesh_dim_names == wanted:
         return other
@@ -239,8 +237,8 @@ def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> Devic
 
 
 class _Kept(dict[Any, DeviceMesh]):
-    """Meshes made of a mesh, kept on it. A copy of that mesh begins without: torch.compile copies
-    the mesh of every DTensor that it guards."""
+    """Meshes that we made from parts of a mesh, kept on the mesh. A copy of the mesh starts without
+    them: torch.compile copies the mesh of every DTensor that it guards."""
 
     def __deepcopy__(self, memo: Any) -> _Kept:
         return _Kept()
@@ -250,15 +248,15 @@ class _Kept(dict[Any, DeviceMesh]):
 
 
 def _kept_on_root(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[Any, DeviceMesh]]:
-    """The mesh that ``mesh`` is a part of, and the meshes that we made of its parts: torch makes a
-    new object for every ``mesh["dp"]``."""
+    """The mesh that ``mesh`` is a part of, and the meshes that we made from its parts, kept on it:
+    torch makes a new object for every ``mesh["dp"]``."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     return root, root.__dict__.setdefault("_shardwise_made", _Kept())
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel axes of a mesh; a mesh that names no ``dp`` axis is data-parallel as a
-    whole. Two axes without names are torch's: the outer replicates, the inner shards."""
+    """The data-parallel axes of a mesh. All axes of a mesh without a ``dp`` axis are data-parallel.
+    Two axes without names are as torch's FSDP2 has them: the outer replicates, the inner shards."""
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim == len(DATA_AXES):
         return _named(mesh)
@@ -270,26 +268,25 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _named(mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks and groups with names, made once for each mesh."""
     _, kept = _kept_on_root(mesh)
-    names = tuple(DATA_AXES)
-    if names not in kept:
+    if DATA_AXES not in kept:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        kept[names] = DeviceMesh.from_group(
-            groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
+        kept[DATA_AXES] = DeviceMesh.from_group(
+            groups, mesh.device_type, mesh.mesh, mesh_dim_names=DATA_AXES
         )
-    return kept[names]  # type: ignore[no-any-return]
+    return kept[DATA_AXES]
 
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """While ranks meet, what keeps this one from it becomes one line: who waits where, and what to
-    check."""
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    numbers = {name: int(text) for name, text in found.items() if text.isdecimal()}
+    """While ranks join a process group, turn an error into one line: which rank waited where, and
+    what to check."""
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    numbers = {name: int(text) for name, text in given.items() if text.isdecimal()}
     address, port = os.environ.get("MASTER_ADDR", ""), numbers.get("MASTER_PORT")
     if len(numbers) < 3 or not address or not numbers["RANK"] < numbers["WORLD_SIZE"]:
         raise CannotMeet(
             f"start the ranks with torchrun, or set RANK (from 0 to WORLD_SIZE - 1), WORLD_SIZE, "
-            f"MASTER_ADDR and MASTER_PORT: this process has {found | {'MASTER_ADDR': address}}"
+            f"MASTER_ADDR and MASTER_PORT: this process has {given | {'MASTER_ADDR': address}}"
         )
     where, began = f"{address}:{port}", time.monotonic()
     try:
@@ -304,8 +301,8 @@ def meeting() -> Iterator[None]:
         raise CannotMeet(
             f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']} waited {seconds:.0f} s and could "
             f"not meet the others at {where}: check that all ranks were started, each with this "
-            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own, that rank 0 runs at "
-            f"that address, and that no firewall is between ({reason})"
+            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with a different RANK, that rank 0 runs "
+            f"at that address, and that no firewall is between ({reason})"
         ) from error
 
 
@@ -322,8 +319,8 @@ def _join_process_group(device_type: str) -> None:
 
 
 def separate(axis: comm.Axis) -> comm.Axis:
-    """The same ranks on a communicator of their own (collective over the default group): two
-    collectives on one NCCL communicator never overlap, on two streams or not."""
+    """The same ranks with a separate communicator (collective over the default group): two
+    collectives on one NCCL communicator never overlap, even on two streams."""
     return _subgroup(axis, axis.peers, axis.name)
 
 
@@ -343,7 +340,7 @@ _SPLITS: dict[tuple[comm.Axis, int], comm.Axis] = {}
 
 def _subgroup(axis: comm.Axis, mine: tuple[int, ...], name: str) -> comm.Axis:
     groups = {mine[0]: list(mine)}
-    if not axis.pretends:  # a rank names the first of its group: all of them would be ranks^2
+    if not axis.pretends:  # a rank sends only its group's first rank: whole groups are ranks^2
         firsts = comm.agree(mine[0], all_ranks())
         groups = {first: [] for first in sorted(firsts)}
         for rank, first in enumerate(firsts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings for people: once in a process, and from one rank; and the error that every rank tells.
+"""Warnings that appear once in a process and on one rank, and the error that every rank prints.
 Nothing here imports torch."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 import sys
 from typing import Any
 
-_told: set[object] = set()
+_warned: set[object] = set()
 
 
-class CannotMeet(ValueError):  # noqa: N818  (it names what happened)
-    """This rank has not reached the others, so that no other one speaks for it."""
+class CannotMeet(ValueError):  # noqa: N818  (the name says what happened)
+    """This rank could not join the others, so it must print the error itself."""
 
 
 def warn_once(
@@ -24,17 +24,17 @@ def warn_once(
     mesh: Any = None,
     first: bool | None = None,
 ) -> None:
-    """Log a warning that every rank could give, on the first rank, the first time.
+    """Log a warning that all ranks have found: on the first rank only, and only once.
 
     Args:
-        about: warnings about the same are given once; default: warnings of the same words.
-        mesh: the first rank of this mesh speaks, which may not have the first of all; a stage of a
-            pipeline has a mesh of its own.
-        first: whether this rank is the one to speak, where only some ranks know.
+        about: of warnings with the same ``about``, only the first appears; default: the whole text.
+        mesh: the first rank of this mesh logs it, and not the first of the job: each stage of a
+            pipeline has its own mesh.
+        first: whether this rank logs it, for warnings that only some ranks have found.
     """
     key = (logger.name, about) if about is not None else (logger.name, text, str(values))
-    if key not in _told and (_is_first(mesh) if first is None else first):
-        _told.add(key)
+    if key not in _warned and (_is_first(mesh) if first is None else first):
+        _warned.add(key)
         logger.warning(text, *values)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A collective under way, and how to wait for it.
 
-issued        NCCL: usable at once, by what follows on the stream that issued it
-under way     gloo: messages; where somebody watches, a thread sees them land
-wait()        usable by whatever the caller issues next
-exit          what is under way then is waited for, for a while: peers may still read from it
+issued        NCCL: the result is usable at once, by later work on the stream that issued it
+under way     gloo: messages travel; while a step is recorded, a thread notes when they arrive
+wait()        the result is usable by work that the caller issues next
+exit          messages under way are waited for, for a while: peers may still need them
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from weakref import WeakSet
 
 from shardwise import lockstep, streams
 
-# Long for messages that peers have sent or will read; short where a peer hangs, because whoever
-# restarts a failed run waits for this process to end.
+# Long enough for messages to and from peers that run. Short enough if a peer hangs: a launcher that
+# restarts a failed run waits until this process has ended.
 EXIT_SECONDS = 10.0
 
 
 class Pending:
-    """A collective under way. ``wait`` makes its result usable by what the caller issues next.
+    """A collective under way. ``wait`` makes its result usable by work that the caller issues next.
 
-    On NCCL that is already so on the stream that issued it, and ``wait`` does nothing. On gloo it
-    blocks the host until the messages are through, then runs what is left to do locally.
+    With NCCL the result is usable at once on the stream that issued it, and ``wait`` does nothing.
+    With gloo ``wait`` blocks the host until the messages have arrived, then runs the local rest.
     """
 
     __slots__ = ("__weakref__", "_finish", "_ticket", "_what", "_works")
@@ -62,7 +62,7 @@ class Pending:
                 finish()
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """The same, with something left to do locally; at once where there are no messages."""
+        """This collective with ``finish`` as its local rest; without messages it runs at once."""
         if not self._what:
             finish()
         else:
@@ -70,27 +70,27 @@ class Pending:
         return self
 
     def land(self, timeout: timedelta) -> None:
-        """Wait for the messages alone, ``timeout`` at most for each; nothing is done with them."""
+        """Wait for the messages only, ``timeout`` at most for each; the local rest is dropped."""
         works, self._works, self._finish = self._works, (), None
         for work in works:
             work.wait(timeout)
 
     def __del__(self) -> None:
-        # Dropped, with a model perhaps: gloo would take its messages back. A thread that is started
-        # while the interpreter shuts down never runs, and whoever starts it waits for that.
+        # Dropped, perhaps with its model: without a waiter gloo would cancel the messages. While
+        # the interpreter shuts down a new thread never runs, and starting one would block.
         if self._works and not sys.is_finalizing():
             Flight(self._works, lambda: None)
 
 
 class Flight:
-    """Messages that somebody watches: a thread of their own waits for them, because only waiting
-    tells when they are through, and the caller waits later than that, or not yet, or never."""
+    """Messages with a thread that waits for them and calls ``landed``: only a wait finds out when
+    they have arrived, and the caller may wait later, or never."""
 
     def __init__(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(works, landed), daemon=True)
         self._thread.start()
-        _under_way.add(self)  # alive until the thread ends: it holds this object
+        _under_way.add(self)  # alive until the thread ends, because the thread holds this object
 
     def _run(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
         try:
@@ -113,9 +113,9 @@ _under_way: WeakSet[Pending | Flight] = WeakSet()
 
 @atexit.register
 def _land_all() -> None:
-    """The interpreter shuts down: let messages land while threads and peers are still there."""
+    """Before the interpreter shuts down, let messages arrive while threads and peers exist."""
     deadline = time.monotonic() + EXIT_SECONDS
-    for one in list(_under_way):
-        left = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "without end"
-        with suppress(RuntimeError):  # a peer is gone, or late: this process ends all the same
-            one.land(timedelta(seconds=left))
+    for pending in list(_under_way):
+        left = max(deadline - time.monotonic(), 0.001)  # 0 would mean "no limit" to gloo
+        with suppress(RuntimeError):  # a peer is gone or late: this process ends all the same
+            pending.land(timedelta(seconds=left))

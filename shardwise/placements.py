@@ -2,8 +2,8 @@
 """Placements say how a buffer is spread over a mesh: values only, no communication.
 
 Every parameter lives in three buffers: the *compute* weight that forward and backward read, the
-*grad*, and the *main* weight (the only truth) with the optimizer state beside it. A strategy is
-nothing but three lists of placements, one entry per data-parallel mesh axis, outer to inner:
+*grad*, and the *main* weight (the original of all copies), with the optimizer state. A strategy is
+three lists of placements, one entry for each data-parallel mesh axis, outer to inner:
 
     strategy   compute   grad            main
     zero(0)    R         Partial         R         data parallel
@@ -13,9 +13,9 @@ nothing but three lists of placements, one entry per data-parallel mesh axis, ou
     hsdp()     [R, S]    [Partial, S]    [R, S]
     hfsdp()    [R, S]    [Partial, S]    [S, S]
 
-``grad`` says where gradients *accumulate* between microbatches. The last microbatch reduces them
-to ``main``'s placement: a Partial axis is reduce-scattered where main is sharded, and all-reduced
-where main is replicated.
+``grad`` is the placement in which gradients *accumulate* between microbatches. The last microbatch
+reduces them to ``main``'s placement: over a Partial axis by a reduce-scatter if main is sharded, by
+an all-reduce if main is replicated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REPLICATE, PARTIAL, SHARD = Replicate(), Partial(), Shard()
 
 
 def as_placement(value: Any) -> Placement:
-    """Accept our own values and torch's ``Replicate()``, ``Partial()``, ``Shard(0)``."""
+    """Our placement for one of ours or torch's ``Replicate()``, ``Partial()``, ``Shard(0)``."""
     if isinstance(value, Replicate | Partial | Shard):
         return value
     name = type(value).__name__
@@ -98,8 +98,9 @@ class Placements:
         return len(self.main)
 
     def __str__(self) -> str:
-        lists = ((n, getattr(self, n)) for n in ("compute", "grad", "main"))
-        return "Placements(" + ", ".join(f"{n}=[{', '.join(map(str, v))}]" for n, v in lists) + ")"
+        lists = {"compute": self.compute, "grad": self.grad, "main": self.main}
+        words = (f"{name}=[{', '.join(map(str, values))}]" for name, values in lists.items())
+        return f"Placements({', '.join(words)})"
 
     def _problems(self) -> list[str]:
         problems = []
@@ -178,9 +179,9 @@ def shard_range(
     coordinate: Sequence[int],
     num_shards: int,
 ) -> tuple[int, int]:
-    """(first, count) of the shards that a rank holds, of ``num_shards`` equal ones.
+    """(first, count) of the shards that a rank holds, of ``num_shards`` equal shards.
 
-    The inner axis is the major one, so that a gather over the outer axis joins neighbours:
+    The inner axis is the major axis, so that a gather over the outer axis joins neighbours:
 
         mesh (2 outer, 2 inner), [S, S]      rank (outer, inner)  (0,0) (1,0) (0,1) (1,1)
                                              shard                  0     1     2     3
@@ -209,21 +210,21 @@ def ranks_by(sizes: Sequence[int], flags: Sequence[bool]) -> list[tuple[int, int
     >>> ranks_by([2, 2], [False, True])
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    found = []
+    pairs = []
     for coordinate in itertools.product(*map(range, sizes)):
-        at = {True: 0, False: 0}
+        rank = {True: 0, False: 0}
         for size, flag, place in zip(sizes, flags, coordinate, strict=True):
-            at[flag] = at[flag] * size + place
-        found.append((at[False], at[True]))
-    return found
+            rank[flag] = rank[flag] * size + place
+        pairs.append((rank[False], rank[True]))
+    return pairs
 
 
 def joint_places(sizes: Sequence[int]) -> list[int]:
     """For each rank of several axes joined into one (the inner axis counts fastest): its place in
     the order of :func:`shard_range` (the outer axis counts fastest)."""
-    every, count = [SHARD] * len(sizes), math.prod(sizes)
-    coordinates = itertools.product(*(range(size) for size in sizes))
-    return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]
+    all_sharded, count = [SHARD] * len(sizes), math.prod(sizes)
+    coordinates = itertools.product(*map(range, sizes))
+    return [shard_range(all_sharded, sizes, coordinate, count)[0] for coordinate in coordinates]
 
 
 def chunk_range(length: int, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
@@ -235,7 +236,7 @@ def chunk_range(length: int, sizes: Sequence[int], coordinate: Sequence[int]) ->
     return begin, end
 
 
-# By the names that command lines and files use.
+# By the names in command lines and files.
 STRATEGIES: dict[str, Placements] = {
     **{f"zero{stage}": zero(stage) for stage in range(4)},
     "hsdp": hsdp(),

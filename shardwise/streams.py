@@ -6,12 +6,12 @@
     reduce   |           | ... | grads 1   | ... | grads 2   | ... |
     outer    |                 |           | grads 1 over replicas |
 
-``compute`` is whatever stream the caller runs on. A block of memory is allocated and freed on one
-lane, after that lane has waited for every other lane that read it: that is what makes
-``record_stream`` unnecessary and the peak the same on every run. On a CPU there is one lane and
-every method is a no-op, so the code above is the same for both.
+``compute`` is the stream that the caller runs on. A block of memory is allocated and freed on one
+lane, after that lane has waited for every other lane that read the block. So ``record_stream`` is
+not needed, and the peak is the same in every run. On a CPU there is one lane and every method does
+nothing, so the calling code is the same for both.
 
-Whoever wants to draw that picture of a real step is a :class:`Watcher`; see ``report/trace.py``.
+A :class:`Watcher` can draw this picture of a real step; see ``report/trace.py``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """The streams of one device. ``unify`` puts all communication on one stream: it overlaps less
-    and saves one unit of peak memory, because a gather can then reuse what a reduction freed."""
+    """The streams of one device. ``unify`` puts all communication on one stream: this overlaps less
+    and saves one unit of peak memory, because a gather can reuse memory that a reduction freed."""
 
     def __init__(self, device: torch.device, *, unify: bool = False) -> None:
         self.device = device
         self.unify = unify
-        # Whether work runs behind the host, which issues all of it; a plan pretends that it does.
+        # Whether work runs later than the host issues it; a plan pretends that it does.
         self.asynchronous = device.type == "cuda"
         self._streams: dict[str, Any] = {}
         self._joins: dict[tuple[str, str], Any] = {}
@@ -76,7 +76,7 @@ class Lanes:
         waiting, awaited = self._stream(lane), self._stream(other)
         if waiting is awaited:
             return
-        # One event for each pair, recorded anew: a wait keeps to the record that it saw.
+        # One event for each pair, recorded again: a wait is bound to the record at that time.
         event = self._joins.get((lane, other))
         if event is None:
             event = self._joins[lane, other] = torch.cuda.Event()
@@ -84,7 +84,7 @@ class Lanes:
         waiting.wait_event(event)
 
     def leave(self, tensor: torch.Tensor) -> None:
-        """Others go on to read memory of another lane on the compute lane, and free it then."""
+        """The compute lane goes on to read this memory of another lane, and frees it then."""
         if self._streams:
             tensor.record_stream(self._stream("compute"))
 
@@ -100,23 +100,23 @@ class Lanes:
         """Raise where the caller's stream is being captured into a CUDA graph."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{what} runs while a CUDA graph is captured: whether weights are gathered and "
-                f"gradients reduced is decided by the host in each step, and a replay would repeat "
-                f"what was decided for the capture. Call wrapped modules outside of the capture"
+                f"{what} runs while a CUDA graph is captured: in each step the host decides if "
+                f"weights are gathered and gradients reduced, and a replay would repeat the "
+                f"decisions of the capture. Call wrapped modules outside of the capture"
             )
 
     def _stream(self, lane: LaneName) -> Any:
         if lane != "compute":
             return self._streams[lane]
         current = torch.cuda.current_stream(self._index)
-        # Inside ``on(...)`` the caller's own stream cannot be told: join before, not inside.
+        # Inside ``on(...)`` the caller's own stream is not known: join before, not inside.
         assert current.stream_id not in self._own, "name the compute lane outside other lanes"
         return current
 
 
 class _OnStream:
-    """Does what ``torch.cuda.stream(stream)`` does in a third of its host time: 3.6 instead of 10
-    microseconds, several times in each unit."""
+    """Like ``torch.cuda.stream(stream)``, in a third of the host time: 3.6 instead of 10
+    microseconds, several times for each unit."""
 
     __slots__ = ("_before", "_device", "_index", "_stream")
 
@@ -135,7 +135,7 @@ class _OnStream:
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
-    """A function that returns the values that ``tensor`` has now, and waits for them if it must."""
+    """A function that returns the values that ``tensor`` has now, and waits for them if needed."""
     if tensor.device.type != "cuda":
         values = tensor.tolist()
         return lambda: values
@@ -152,7 +152,7 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
 
 
 def annotate(unit: str, work: str) -> AbstractContextManager[Any]:
-    """A profiler label and an NVTX range around a unit's work; nothing unless profiling."""
+    """A profiler label and an NVTX range around a unit's work; nothing without a profiler."""
     if _watcher is not None:
         _watcher.begins(f"{unit}: {work}")
         return _watched(partial(_watcher.phase, f"{unit}: {work}"))
@@ -177,24 +177,24 @@ def _labelled(name: str) -> Iterator[None]:
 
 
 class Watcher(Protocol):
-    """Someone who notes when things happen. A mark is a moment on the lane that is current."""
+    """Notes when work begins and ends. A mark is a moment on the current lane."""
 
     def mark(self) -> Any: ...
 
     def begins(self, name: str) -> None:
-        """A phase of that label begins; :meth:`phase` tells when it is over."""
+        """A phase with this label begins; :meth:`phase` is called when it is over."""
 
     def phase(self, name: str, begin: Any, end: Any) -> None:
-        """A piece of the library's own work, by its label."""
+        """A piece of the library's own work, with its label."""
 
     def lane(self, lane: str, begin: Any, end: Any) -> None:
-        """Work on a lane beside compute."""
+        """Work on a lane other than compute."""
 
     def stall(self, reason: str, begin: Any, end: Any) -> None:
         """The compute lane waited."""
 
     def flight(self, operation: str, axis: str, nbytes: int) -> Callable[[], None]:
-        """Messages are under way; what is returned is called when the last has arrived."""
+        """Messages are under way. The returned function is called when the last has arrived."""
 
 
 _watcher: Watcher | None = None
@@ -205,12 +205,12 @@ def watcher() -> Watcher | None:
 
 
 @contextmanager
-def watch(who: Watcher) -> Iterator[None]:
-    """Tell ``who`` what happens while the context is open; one at a time."""
+def watch(watcher: Watcher) -> Iterator[None]:
+    """Call ``watcher`` while the context is open. There can be one watcher at a time."""
     global _watcher
     if _watcher is not None:
         raise RuntimeError("a step is being recorded already: end that recording first")
-    _watcher = who
+    _watcher = watcher
     try:
         yield
     finally:
@@ -218,23 +218,23 @@ def watch(who: Watcher) -> Iterator[None]:
 
 
 def stalling(reason: str) -> AbstractContextManager[Any]:
-    """A context around whatever makes the compute lane wait."""
+    """A context around work that makes the compute lane wait."""
     return _NOWHERE if _watcher is None else _watched(partial(_watcher.stall, reason))
 
 
 @contextmanager
 def _watched(
-    tell: Callable[[Any, Any], None], around: AbstractContextManager[Any] = _NOWHERE
+    report: Callable[[Any, Any], None], lane: AbstractContextManager[Any] = _NOWHERE
 ) -> Iterator[None]:
-    """Tell the watcher when what runs inside began and ended, by marks on the lane ``around``."""
-    who = _watcher
-    assert who is not None
-    with around:
-        begin = who.mark()
+    """Report when the work inside began and ended, with marks on ``lane``."""
+    watcher = _watcher
+    assert watcher is not None
+    with lane:
+        begin = watcher.mark()
         try:
             yield
         finally:
-            tell(begin, who.mark())
+            report(begin, watcher.mark())
 
 
 class Clock:

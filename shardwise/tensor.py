@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedTensor: a DTensor whose pieces are uneven and packed, and which is honest about them.
+"""ShardedTensor: a DTensor whose pieces are uneven and packed in a buffer.
 
-torch's ``Shard(0)`` means "cut as torch.chunk would". Rows that were packed into a flat buffer lie
-elsewhere, and a plain DTensor over them returns wrong rows without a word:
+torch's ``Shard(0)`` means "cut as torch.chunk would". Rows that are packed into a flat buffer lie
+elsewhere, and a plain DTensor over them would return wrong rows without an error:
 
     7 rows over 3 ranks    torch.chunk    rank 0: 0-2    rank 1: 3-5    rank 2: 6
                            a layout       rank 0: 0-1    rank 1: 2-6    rank 2: none
 
 A ShardedTensor knows its Cut. Optimizers, gradient clipping, loss scaling, initialisation,
-``full_tensor()``, ``torch.distributed.checkpoint`` and the state-dict helpers work on it unchanged;
-what would be wrong on a piece raises, by name.
+``full_tensor()``, ``torch.distributed.checkpoint`` and the state-dict helpers work on it unchanged.
+An operation that would be wrong on a piece raises an error that names the parameter.
 
     p = ShardedTensor(local, cut)      local: this rank's rows (flat where rows are cut), aliased
-    p.shape, p.placements              the whole tensor's, as for any DTensor
-    p.to_local(), p.full_tensor()      the piece; the whole (collective)
+    p.shape, p.placements              those of the whole tensor, as for any DTensor
+    p.to_local(), p.full_tensor()      the piece; the whole tensor (collective)
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ UNREDUCED = (
 
 
 class ShardedTensor(DTensor):
-    """This rank's piece of a tensor, posing as the whole of it.
+    """This rank's piece of a tensor, with the shape of the whole tensor.
 
-    ``version`` is counted up by every in-place op on the tensor (and on what aliases it:
-    ``detach()``, ``nn.Parameter(...)``); tensors made from it, such as optimizer states, have none.
+    ``version`` counts every in-place operation on the tensor and on its aliases (``detach()``,
+    ``nn.Parameter(...)``). Tensors made from it, such as optimizer states, have no version.
     """
 
     _local_tensor: Tensor
     cut: Cut
     version: Version | None
-    # No __slots__ of ours: torch's staging of asynchronous checkpoints copies DTensor's own two,
-    # and __dict__, where cut and version live.
+    # No __slots__: torch's staging of asynchronous checkpoints copies the two slots of DTensor and
+    # the __dict__, where cut and version are.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
@@ -66,14 +66,15 @@ class ShardedTensor(DTensor):
     ) -> ShardedTensor:
         if local.shape != cut.local_shape:
             raise ValueError(
-                f"'{cut.name}': a local tensor of shape {list(local.shape)} where this rank holds "
-                f"elements {cut.piece[0]} to {cut.piece[1]} of {list(cut.shape)}; "
-                f"pass shape {list(cut.local_shape)}"
+                f"'{cut.name}': the local tensor has shape {list(local.shape)}, but this rank "
+                f"holds elements {cut.piece[0]} to {cut.piece[1]} of {list(cut.shape)}: pass a "
+                f"tensor of shape {list(cut.local_shape)}"
             )
         return _wrap(local.detach(), cut, version, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """DTensor's would import torch's compiler, whose import keeps the caller's frame alive."""
+        """Do nothing: DTensor's would import torch's compiler, and that keeps the caller's frame
+        alive."""
 
     # ------------------------------------------------------------------ torch's hooks
 
@@ -109,8 +110,7 @@ class ShardedTensor(DTensor):
             raise RuntimeError(
                 f"'{self.cut.name}': only leaves of the autograd graph can be copied"
             )
-        # The version is copied with whatever owns it.
-        version = copy.deepcopy(self.version, memo)
+        version = copy.deepcopy(self.version, memo)  # one copy for all tensors of a buffer
         new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -120,15 +120,15 @@ class ShardedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotImplementedError(
-            f"'{self.cut.name}' is one rank's piece of a tensor and means nothing to another "
-            f"process; save its full_tensor(), or use torch.distributed.checkpoint"
+            f"'{self.cut.name}' is one rank's piece of a tensor and cannot be used by another "
+            f"process: save its full_tensor(), or use torch.distributed.checkpoint"
         )
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """For what reads or writes by address inside of torch: this shell has no memory there."""
+        """Refuse methods of torch that use the address of the memory: this tensor has none."""
         raise NotImplementedError(
             f"'{self.cut.name}' is a shard, without memory for numpy, tolist, safetensors, DLPack, "
-            f"apply_, map_ or share_memory_: use full_tensor() (collective; for a model: "
+            f"apply_, map_ or share_memory_: use full_tensor() (collective; for a model "
             f"sw.full_state_dict(model)), or to_local() for this rank's piece"
         )
 
@@ -136,15 +136,15 @@ class ShardedTensor(DTensor):
     apply_ = map_ = map2_ = share_memory_ = _refuse_memory
 
     def storage(self) -> NoReturn:
-        """Refused, by an error that safetensors does not take for "nothing to write"."""
+        """Refuse, with an error that safetensors does not take for "nothing to write"."""
         try:
             self._refuse_memory()
         except NotImplementedError as error:
             raise RuntimeError(str(error)) from None
 
     def data_ptr(self) -> int:
-        """The address of a parameter's piece, by which accelerate finds the parameter again in an
-        optimizer; 0 for any other tensor: torch's staging takes anything else for memory."""
+        """The address of a parameter's piece: accelerate finds the parameter in an optimizer by it.
+        0 for any other tensor: torch's staging takes any other number for memory."""
         if not isinstance(self, torch.nn.Parameter):
             return 0
         if not self._local_tensor.numel():  # torch has one address for all tensors without elements
@@ -158,7 +158,8 @@ class ShardedTensor(DTensor):
         return alias  # type: ignore[no-any-return]
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """``nn.Parameter(x)`` is ``x.detach().requires_grad_()``: no longer lent."""
+        """``nn.Parameter(x)`` is ``x.detach().requires_grad_()``, so the alias is a parameter now
+        and no longer lent."""
         if self.version is not None:
             self.version.lent.pop(id(self), None)
         super().requires_grad_(requires_grad)
@@ -170,19 +171,18 @@ class ShardedTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write values: the memory stays that of the buffer. What ``.data`` and ``detach()`` gave
-        before keeps the old values, in memory of its own: it may be assigned again
-        (``backup = p.data``)."""
-        piece = value if isinstance(value, ShardedTensor) else None
-        view = piece is not None and piece.version is not None
-        if piece is not None and view and (piece.version, piece.cut) == (self.version, self.cut):
+        """Write the values into the buffer. Tensors that ``.data`` and ``detach()`` returned before
+        move to new memory with the old values, so they can be assigned again (``backup = p.data``).
+        """
+        view = isinstance(value, ShardedTensor) and value.version is not None
+        if view and (value.version, value.cut) == (self.version, self.cut):  # type: ignore[attr-defined]
             return  # p.data = p.data.to(...), which changed nothing
         if view or value.shape != self.shape or value.dtype != self.dtype:
             given = "a view of another parameter" if view else f"{value.dtype} {list(value.shape)}"
             raise NotImplementedError(
-                f"'{self.cut.name}'.data = {given}: a parameter keeps the buffer that it lives in, "
-                f"its shape and {self.dtype}. Give values of its own (to swap two, clone one "
-                f"first); model.to(dtype) moves all of a model"
+                f"'{self.cut.name}'.data = {given}: a parameter keeps its buffer, its shape and "
+                f"{self.dtype}. Assign a tensor with its own memory (to swap two parameters, clone "
+                f"one first); model.to(dtype) converts a whole model"
             )
         for lent in list(self.version.lent.values()) if self.version is not None else ():
             if lent.cut is self.cut:
@@ -191,8 +191,8 @@ class ShardedTensor(DTensor):
             self.copy_(value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Write in place where the elements are one run; else through the whole tensor (collective
-        over the axes that cut it), where an unbound ``Tensor.__setitem__`` is refused."""
+        """Write in place if the elements are one run, else through the whole tensor (collective
+        over the axes that cut it). An unbound ``Tensor.__setitem__`` is refused in that case."""
         try:
             super().__setitem__(key, value)
         except NotImplementedError:
@@ -205,9 +205,9 @@ class ShardedTensor(DTensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
-        """The reduced gradient. Microbatches that wait to be reduced are not in it; setting it, to
-        None too, drops them."""
-        with torch._C.DisableTorchFunctionSubclass():  # an attribute: no operation is to be seen
+        """The reduced gradient, without microbatches that wait to be reduced. Setting it, to None
+        too, drops these."""
+        with torch._C.DisableTorchFunctionSubclass():  # an attribute is no operation to trace
             return GRAD.__get__(self)
 
     @grad.setter
@@ -224,39 +224,41 @@ class ShardedTensor(DTensor):
         self.grad = None
 
     def register_hook(self, hook: Any) -> Any:
-        """Refused for parameters: forward computes with another tensor, so no backward would call
+        """Refuse for parameters: forward computes with another tensor, so no backward would call
         the hook."""
         self._refuse_hooks("register_hook(...)")
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Called with the reduced gradient, and by autograd itself with that of a loss which reads
-        this parameter at rest: one backward may bring both, and says so."""
-        last = -1  # the backward that called it last
-        name, speaks = self.cut.name, not any(self.cut.ranks.coordinate)
+        """Call ``hook`` after the reduced gradient. autograd itself calls the hook if a loss reads
+        this parameter at rest. One backward may do both: a warning says so."""
+        last_backward = -1
+        name, is_first = self.cut.name, not any(self.cut.ranks.coordinate)
 
         @functools.wraps(hook, updated=())
-        def told(parameter: Tensor) -> None:
-            nonlocal last
-            before, last = last, torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-            if before == last != -1:
+        def call(parameter: Tensor) -> None:
+            nonlocal last_backward
+            backward = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+            if backward == last_backward != -1:
                 warn_once(
                     logger,
-                    "one backward brings '%s' a reduced gradient and that of a loss which reads "
-                    "the parameter itself (a penalty on weights), and calls its post-accumulate "
-                    "hooks for each: an optimizer that steps in them steps twice, where one "
-                    "process would step once. Step after backward, or compute the penalty inside "
-                    "the module's forward",
+                    "one backward brings '%s' a reduced gradient and the gradient of a loss that "
+                    "reads the parameter itself (a penalty on weights), and calls its "
+                    "post-accumulate hooks for each: an optimizer that steps in these hooks steps "
+                    "twice, where one process would step once. Step after backward, or compute the "
+                    "penalty inside the module's forward",
                     name,
                     about="hooks twice",
-                    first=speaks,
+                    first=is_first,
                 )
+            last_backward = backward
             hook(parameter)
 
-        return super().register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+        return super().register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
     def view_as(self, other: Tensor) -> Any:
-        """Refused for a parameter as itself: so one asks for its node in the graph, to hook it."""
+        """Refuse a parameter viewed as itself: that is how a caller gets its node in the graph, to
+        register a hook there."""
         self._refuse_node(other)
         return super().view_as(other)
 
@@ -266,7 +268,7 @@ class ShardedTensor(DTensor):
 
     def _refuse_node(self, other: Tensor) -> None:
         if other is self and torch.is_grad_enabled() and self.requires_grad:
-            self._refuse_hooks("view_as or expand_as itself, for its node in the graph")
+            self._refuse_hooks("view_as(itself) or expand_as(itself), for its node in the graph")
 
     def _refuse_hooks(self, what: str) -> None:
         if isinstance(self, torch.nn.Parameter):
@@ -279,30 +281,30 @@ class ShardedTensor(DTensor):
     # ------------------------------------------------------------------ DTensor's methods
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """This rank's piece, aliased; no gradient flows through it.
+        """This rank's piece, aliased. No gradient flows through it.
 
-        Torch's operations on it are seen as writes. What writes by its address outside of an
-        optimizer's step (numpy, DLPack, ``.data`` of it, a foreign kernel) is not:
-        ``sw.mark_written`` tells.
+        In-place operations of torch on it count as writes. Writes by its address outside of an
+        optimizer's step (numpy, DLPack, its ``.data``, another library's kernel) are not seen:
+        call ``sw.mark_written`` after them.
         """
         if grad_placements is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
             )
-        if self.version is not None and self.version.reading is not None:
-            self.version.await_readers()  # whoever asks may write
+        if self.version is not None:
+            self.version.await_readers()  # the caller may write
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor in new memory on every rank (collective over the axes that cut it).
 
-        Gradients flow through it, averaged over all ranks of the mesh (collective, in backward), as
-        those of a forward are.
+        Gradients flow through it and are averaged over all ranks of the mesh (collective, in
+        backward), as the gradients of a forward are.
         """
         if grad_placements is not None:
             raise NotImplementedError(
-                f"'{self.cut.name}': full_tensor(grad_placements=...): its gradient is averaged "
-                f"over the ranks, whatever each computes with it; leave grad_placements out"
+                f"'{self.cut.name}': full_tensor(grad_placements=...): the gradient is always "
+                f"averaged over the ranks: leave grad_placements out"
             )
         if torch.is_grad_enabled() and self.requires_grad:
             return _FullTensor.apply(self)  # type: ignore[no-untyped-call,no-any-return]
@@ -318,33 +320,34 @@ class ShardedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A plain DTensor, made of the whole tensor; itself for its own placements."""
+        """A plain DTensor made from the whole tensor, or this tensor for its own placements."""
         mesh = self.device_mesh
-        here = device_mesh is None or device_mesh == mesh
-        wanted = None if placements is None else tuple(placements)
-        plain = forward_dtype is None and backward_dtype is None
-        if here and plain and wanted == self.placements:
+        wanted = tuple(placements or ())
+        same_mesh = device_mesh is None or device_mesh == mesh
+        same_dtype = forward_dtype is None and backward_dtype is None
+        partial = any(placement.is_partial() for placement in wanted)
+        if not (wanted and same_mesh and same_dtype) or partial:
+            raise NotImplementedError(
+                f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
+                f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): only "
+                f"Replicate() and Shard() on the same mesh, in the same dtype; use full_tensor()"
+            )
+        if wanted == self.placements:
             return self
-        if here and plain and wanted == (Replicate(),) * mesh.ndim:
+        if wanted == (Replicate(),) * mesh.ndim:
             return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-        if here and plain and wanted and not any(one.is_partial() for one in wanted):
-            whole = self.full_tensor().detach()  # ``distribute_tensor`` passes no gradients on
-            return distribute_tensor(whole, mesh, wanted, src_data_rank=None)
-        raise NotImplementedError(
-            f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
-            f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): only Replicate() "
-            f"and Shard() on the same mesh, in the same dtype; use full_tensor()"
-        )
+        full = self.full_tensor().detach()  # ``distribute_tensor`` passes no gradients on
+        return distribute_tensor(full, mesh, wanted, src_data_rank=None)
 
     # ------------------------------------------------------------------ distributed checkpoints
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """The write items of this rank. Replicas offer the same boxes: DCP drops duplicates by
-        offset and spreads them over the ranks that offered them."""
+        """The write items of this rank. Replicas offer the same boxes: DCP drops the duplicates by
+        offset and divides the rest among the ranks that offered them."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        self._refuse_a_part()
+        self._refuse_experts()
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -356,39 +359,39 @@ class ShardedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """This rank's boxes, for a load: it will write, and all ranks must count that, those with
-        nothing to write too."""
-        self._refuse_a_part()
+        """This rank's boxes, for a load. All ranks count the write that the load will make, also
+        ranks without a box."""
+        self._refuse_experts()
         if self.version is not None:
             self.version.write()
         return self._chunks()
 
-    def _refuse_a_part(self) -> None:
-        """DCP knows a tensor by its name alone, and other experts have the same name elsewhere."""
+    def _refuse_experts(self) -> None:
+        """Refuse spread experts: DCP identifies a tensor by its name, and other ranks have other
+        experts under the same name."""
         if self.cut.ranks.others is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}' holds some experts, and other ranks hold other experts under "
-                f"the same name: torch.distributed.checkpoint would keep those of one rank for "
-                f"all. Use sw.save and sw.load, or sw.full_state_dict for one plain file"
+                f"the same name: torch.distributed.checkpoint would keep the experts of one rank "
+                f"only. Use sw.save and sw.load, or sw.full_state_dict for one plain file"
             )
 
     def _chunks(self) -> list[Any]:
-        """This rank's boxes, by arithmetic; none where it holds nothing."""
+        """This rank's boxes; none if it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory of one box, to read when saving, to write when loading."""
-        held = zip(self.cut.boxes, self.cut.views(self.to_local()), strict=True)
-        found = [view for (offsets, _), view in held if index.offset in (None, offsets)]
-        if not found:
-            begins = [list(offsets) for offsets, _ in self.cut.boxes]
-            raise ValueError(
-                f"{index.fqn}: no piece of '{self.cut.name}' begins at {index.offset} here, "
-                f"only at {begins}; the checkpoint plan was made for another layout"
-            )
-        return found[0]
+        """The memory of one box, to read for a save and to write for a load."""
+        for (offsets, _), view in zip(self.cut.boxes, self.cut.views(self.to_local()), strict=True):
+            if index.offset in (None, offsets):
+                return view
+        begins = [list(offsets) for offsets, _ in self.cut.boxes]
+        raise ValueError(
+            f"{index.fqn}: no piece of '{self.cut.name}' on this rank begins at {index.offset}, "
+            f"only at {begins}: the checkpoint plan was made for another layout"
+        )
 
 
 class _FullTensor(torch.autograd.Function):
@@ -402,8 +405,8 @@ class _FullTensor(torch.autograd.Function):
         cut: Cut = ctx.cut
         if cut.ranks.others is not None:
             raise NotImplementedError(
-                f"'{cut.name}' holds some experts, to which other ranks bring tokens: no gradient "
-                f"flows through its full_tensor(). Compute with it inside the module's forward"
+                f"'{cut.name}' holds some experts, which also compute tokens of other ranks: no "
+                f"gradient flows through its full_tensor(). Use it inside the module's forward"
             )
         total = cut.reduce(grad.flatten().clone(), "sum", cut.ranks.axes).view(grad.shape)
         return _wrap(cut.take(total / cut.mesh.size()).contiguous(), cut)
@@ -415,12 +418,14 @@ _make = torch.Tensor._make_wrapper_subclass
 def _wrap(
     local: Tensor, cut: Cut, version: Version | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
-    """Make one without checks, and without ``__init__``: optimizers make hundreds per step.
+    """A ShardedTensor, made without checks and without ``__init__``: optimizers make hundreds per
+    step.
 
-    DTensor's own constructor would take over the local's storage offset. Locals are views into a
-    buffer, so ``data_ptr()`` of this shell would seem to be memory; without an offset it is 0.
+    DTensor's own constructor would copy the storage offset of the local tensor, a view into a
+    buffer, and ``data_ptr()`` would then look like memory. Without an offset it is 0.
     """
-    if version is not None and torch.is_inference_mode_enabled():  # a view is as its base is
+    if version is not None and torch.is_inference_mode_enabled():
+        # A view must be a normal tensor, as its base is.
         with torch.inference_mode(False):
             return _wrap(local, cut, version, requires_grad)
     tensor: Any = _make(

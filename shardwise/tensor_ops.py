@@ -8,13 +8,13 @@
     foreach       _foreach_addcmul_                     on lists of locals
     fused         _fused_adamw_                         the same, without empty locals
     reduction     linalg_vector_norm, sum, equal        on the locals, then over the sharded axes
-    random        uniform_, normal_                     all numbers on every rank, which keeps its
-    copy          copy_                                 from whatever has the same global shape
+    random        uniform_, normal_                     all numbers on each rank, which keeps a part
+    copy          copy_                                 from any tensor of the same global shape
     view          view(-1), [3], chunk                  a run of elements, the same memory
-    the rest      t, std, sum(dim), matmul              on the gathered whole, which is only read
+    the rest      t, std, sum(dim), matmul              on the gathered tensor, which is only read
 
-What writes, and is none of these, would be wrong on a piece: it is refused by name. What can be
-decided once per op is not decided at each call: optimizers call it for every parameter and step.
+Any other op that writes would be wrong on a piece, and is refused by name. The handler of an op is
+chosen once and not at each call: optimizers call ops for every parameter in every step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from shardwise import comm
 from shardwise.agreement import differ
 from shardwise.cut import Cut
 from shardwise.tensor_whole import (
-    ELSEWHERE,
+    CUT_OTHERWISE,
     PAST_FORWARD,
     VIEWS,
     checksum_of_generator,
@@ -56,8 +57,8 @@ Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 _ALIASES = {"detach", "alias", "expand", "view_as", "lift_fresh"}
 _FILLED = ("empty", "zeros", "ones", "full")
-_FACTORIES = {name for one in _FILLED for name in (f"{one}_like", f"new_{one}")}
-# Element by element, though torch does not tag them so.
+_FACTORIES = {f"{filled}_like" for filled in _FILLED} | {f"new_{filled}" for filled in _FILLED}
+# Pointwise ops that torch does not tag as such.
 _POINTWISE = {"_to_copy", "zero_", "fill_", "fill", "masked_fill_", "_pin_memory", "clone"}
 _RANDOM = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_"}
 _RANDOM |= {"cauchy_", "geometric_", "rand_like", "randn_like", "randint_like"}
@@ -78,9 +79,9 @@ class Operations:
             "_foreach_copy_": self._foreach_copy,
             "_foreach_norm": self._foreach_norm,
             "equal": self._equal,
-            # fill_diagonal_ writes to such a view inside of torch, where no copy can refuse it.
+            # fill_diagonal_ writes to such a view inside torch, where a copy could not refuse it.
             "as_strided": self._refuse,
-            # nn.init.orthogonal_ does it to what is wide.
+            # nn.init.orthogonal_ does this to wide matrices.
             "t_": partial(
                 self._refuse,
                 why="a shard is not transposed in place",
@@ -97,10 +98,10 @@ class Operations:
         handler = self.handlers.get(func)
         if handler is None:
             handler = self.handlers[func] = self._choose(func)
-        made = handler(func, args, kwargs)
+        result = handler(func, args, kwargs)
         if not stepping:
-            remember(func, [*args, *kwargs.values()], args[0] if made is None else made)
-        return made
+            remember(func, [*args, *kwargs.values()], args[0] if result is None else result)
+        return result
 
     def _choose(self, func: Any) -> Handler:
         namespace, _, name = func._schema.name.partition("::")
@@ -142,56 +143,48 @@ class Operations:
 
     def _refuse_own(self, func: Any, args: Any, kwargs: Any) -> None:
         if recorded_with_own(args):
-            why = "what this rank has computed meets it, and its gradient would not be reduced"
+            why = "this rank computed the other operand, whose gradient would not be reduced"
             self._refuse(func, args, kwargs, why)
 
     def _into_plain(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if any(type(one) is self.kind and one.requires_grad for one in args):
+        if any(type(arg) is self.kind and arg.requires_grad for arg in args):
             self._refuse_own(func, args, kwargs)
         return into_plain(func, args, kwargs)
 
     def _gather(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Compute on gathered operands what only reads them, or fills an ``out=`` of ours."""
+        """Compute on gathered operands, for an op that only reads them or fills an ``out=``."""
         cut = next(self._cuts((args, kwargs)))
-        written = [each for each in func._schema.arguments if _is_written(each)]
-        outs = [each.name for each in written if each.kwarg_only]
+        written = [argument for argument in func._schema.arguments if _is_written(argument)]
+        outs = [argument.name for argument in written if argument.kwarg_only]
         if len(outs) != len(written) or cut.ranks.others is not None or recorded_with_plain(args):
             _refuse_cut(func, cut)
-        mesh = next(self._ours((args, kwargs))).device_mesh
-        return on_the_whole(func, cut.name, args, kwargs, outs, mesh)
+        return on_the_whole(func, cut.name, args, kwargs, outs, cut.full_mesh)
 
     def _cuts(self, value: Any) -> Iterator[Cut]:
-        return (one.cut for one in self._ours(value))
-
-    def _ours(self, value: Any) -> Iterator[Any]:
-        if type(value) is self.kind:
-            yield value
-        elif isinstance(value, dict):
-            yield from self._ours(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            for one in value:
-                yield from self._ours(one)
+        """The cuts of the ShardedTensors in nested arguments, in order."""
+        leaves = tree_flatten(value)[0]
+        return (leaf.cut for leaf in leaves if type(leaf) is self.kind)
 
     # ------------------------------------------------------------------ element by element
 
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
-        """The part of an operand that goes with this rank's piece."""
+        """The part of an operand that belongs to this rank's piece."""
         if type(operand) is self.kind:
             if cut.is_part_of(operand.cut):
                 return cut.within(operand.cut, operand._local_tensor)
-            why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
+            why = f"it is cut in another way than '{operand.cut.name}'"
             fix = "use full_tensor() of one of them"
             divided = cut.division != operand.cut.division
             if divided:  # the gradient of another optimizer's matrix
                 why += ", of which each replica has a part since sw.optimizer was built"
                 fix = "build the next optimizer with sw.optimizer too (AdamW for all: matrix=None, "
                 fix += "elementwise=sw.adamw()), or use full_tensor() of both"
-            # A gradient would come back in pieces that lie so; a write to a copy would be lost.
+            # A gradient would come back in such pieces; a write to a gathered copy would be lost.
             if divided or records(operand) or any(map(_is_written, func._schema.arguments[1:])):
                 _refuse_cut(func, cut, why, fix)
-            warn_gathered(func, operand.cut.name, operand.device_mesh, ELSEWHERE)
-        operand = gathered(operand) if isinstance(operand, DTensor) else operand  # on every rank
-        fills = func is torch.ops.aten.masked_fill_.Tensor  # by one number, no piece of a tensor
+            warn_gathered(func, operand.cut.name, operand.device_mesh, CUT_OTHERWISE)
+        operand = gathered(operand) if isinstance(operand, DTensor) else operand
+        fills = func is torch.ops.aten.masked_fill_.Tensor  # its operand is one number
         if operand.shape == cut.shape and (operand.ndim or not fills):
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
@@ -199,8 +192,8 @@ class Operations:
         if operand.ndim <= len(cut.shape) and stretches(operand.shape, cut.shape):
             return cut.take(operand.expand(cut.shape))
         why = (
-            f"an operand of shape {list(operand.shape)} goes neither with the whole tensor "
-            f"{list(cut.shape)} nor with every element of it"
+            f"an operand of shape {list(operand.shape)} fits neither the whole tensor "
+            f"{list(cut.shape)} nor every element of it"
         )
         fix = f"expand it to {list(cut.shape)}, or use full_tensor()"
         _refuse_cut(func, cut, why, fix)
@@ -210,46 +203,46 @@ class Operations:
     ) -> Any:
         kind = self.kind
         cut: Cut | None = None
-        uneven = False  # some operand needs a closer look
+        mixed = False  # the operands are not all pieces of this cut and plain values
         operands: list[Any] = []
         for operand in args:
             if type(operand) is kind:
                 if cut is None:
                     cut = operand.cut
                 elif operand.cut is not cut:
-                    uneven = True
+                    mixed = True
                 operand = operand._local_tensor
             elif isinstance(operand, Tensor):
-                uneven = True
+                mixed = True
             operands.append(operand)
         if writes and type(args[0]) is not kind:
             return self._into_plain(func, args, kwargs)
-        if uneven and not writes:
+        if mixed and not writes:
             self._refuse_own(func, args, kwargs)
-        given = kwargs  # before pieces are taken of them
+        keywords = kwargs
         if kwargs:
-            kwargs, cut = self._keywords(func, kwargs, cut)
-        assert cut is not None, "dispatch found one of ours"
-        if uneven:
+            keywords, cut = self._keywords(func, kwargs, cut)
+        assert cut is not None, "torch calls this for operations on a ShardedTensor"
+        if mixed:
             operands = [
-                self._align(func, cut, one) if isinstance(one, Tensor) else local
-                for one, local in zip(args, operands, strict=True)
+                self._align(func, cut, arg) if isinstance(arg, Tensor) else operand
+                for arg, operand in zip(args, operands, strict=True)
             ]
         if writes:
-            self._write(func, args[:1], [*args[1:], *given.values()])
-            func(*operands, **kwargs)
+            self._write(func, args[:1], [*args[1:], *kwargs.values()])
+            func(*operands, **keywords)
             return args[0]
         if out is not None:
-            target = kwargs.pop(out)
+            target = keywords.pop(out)
             if type(target) is not kind:
                 _refuse_cut(func, cut, "it can't be written into a plain tensor")
             self._write(func, [target], args)
-            func(*operands, **kwargs, **{out: self._align(func, cut, target)})
+            func(*operands, **keywords, **{out: self._align(func, cut, target)})
             return target
-        result = func(*operands, **kwargs)
+        result = func(*operands, **keywords)
         if isinstance(result, Tensor):
             return self.wrap(result, cut)
-        return tuple(self.wrap(one, cut) for one in result)
+        return tuple(self.wrap(local, cut) for local in result)
 
     def _keywords(
         self, func: Any, kwargs: dict[str, Any], cut: Cut | None
@@ -267,9 +260,10 @@ class Operations:
         return plain, cut
 
     def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
-        """Tell of a write that comes next to weights and gradients."""
-        if watched := [t for t in targets if type(t) is self.kind and t.version is not None]:
-            note(func, watched, operands)
+        """Note a write that comes next, for targets that are weights and gradients."""
+        at_rest = [t for t in targets if type(t) is self.kind and t.version is not None]
+        if at_rest:
+            note(func, at_rest, operands)
 
     def _foreach(
         self,
@@ -285,42 +279,43 @@ class Operations:
         operands: list[Any] = []
         for operand in args:
             if isinstance(operand, (list, tuple)) and operand and isinstance(operand[0], Tensor):
-                theirs = [one.cut if type(one) is kind else None for one in operand]
+                its_cuts = [x.cut if type(x) is kind else None for x in operand]
                 if cuts is None:
-                    cuts = theirs
-                if theirs == cuts:  # by identity: Cuts compare no other way
-                    operand = [one._local_tensor if type(one) is kind else one for one in operand]
+                    cuts = its_cuts
+                if its_cuts == cuts:  # Cuts compare by identity
+                    operand = [x._local_tensor if type(x) is kind else x for x in operand]
                 else:
                     operand = self._align_list(func, cuts, operand)
             elif isinstance(operand, Tensor) and (operand.numel() != 1 or type(operand) is kind):
                 self._refuse(func, args, kwargs, "one tensor for a list must have one element")
             operands.append(operand)
         assert cuts is not None
-        if skip_empty and not all(one.numel() for one in operands[0]):
-            # A kernel that is given nothing may still write: other libraries were corrupted so.
-            keep = [index for index, one in enumerate(operands[0]) if one.numel()]
-            operands = [[one[index] for index in keep] if one else one for one in operands]
+        if skip_empty and not all(local.numel() for local in operands[0]):
+            # A kernel may write even when it gets no elements; this has corrupted other libraries.
+            keep = [index for index, local in enumerate(operands[0]) if local.numel()]
+            operands = [[x[index] for index in keep] if x else x for x in operands]
         if writes:
-            # Of a fused optimizer's lists only the first is a weight that somebody may be watching.
+            # Only the first list of a fused optimizer holds weights, whose writes are counted.
             self._write(func, args[0], args[1:])
         result: Any = func(*operands, **kwargs) if not skip_empty or operands[0] else None
         if writes:
             return None
         pairs = zip(result, cuts, strict=True)
-        return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
+        return [local if cut is None else self.wrap(local, cut) for local, cut in pairs]
 
     def _align_list(
         self, func: Any, cuts: list[Cut | None], operand: Sequence[Any]
     ) -> list[Tensor]:
-        kind, result = self.kind, []
-        for cut, one in zip(cuts, operand, strict=True):
-            if type(one) is kind:
+        result = []
+        for cut, tensor in zip(cuts, operand, strict=True):
+            if type(tensor) is self.kind:
                 if cut is None:
-                    _refuse_cut(func, one.cut, "it meets a plain tensor of the list beside it")
-                one = one._local_tensor if cut is one.cut else self._align(func, cut, one)
-            elif cut is not None and one.ndim:
-                one = self._align(func, cut, one)
-            result.append(one)
+                    _refuse_cut(func, tensor.cut, "the other list has a plain tensor in its place")
+                same = tensor.cut is cut
+                tensor = tensor._local_tensor if same else self._align(func, cut, tensor)
+            elif cut is not None and tensor.ndim:
+                tensor = self._align(func, cut, tensor)
+            result.append(tensor)
         return result
 
     # ------------------------------------------------------------------ making and copying
@@ -335,11 +330,11 @@ class Operations:
         source = args[0]
         if name in ("view", "_unsafe_view") and same_shape(args[1], source.cut):
             return self.wrap(source._local_tensor, source.cut, source.version)
-        found = spans(func, source.cut.shape, source.dtype, args[1:], kwargs)
-        # A tile's elements, and those that replicas divide, are no run of the whole tensor's.
-        if found is None or source.cut.division is not None or source.cut.tile is not None:
+        runs = spans(func, source.cut.shape, source.dtype, args[1:], kwargs)
+        # In a tile, or where replicas divide a tensor, a rank's elements are no run of the whole.
+        if runs is None or source.cut.division is not None or source.cut.tile is not None:
             return self._gather(func, args, kwargs)
-        parts = [viewed(source.cut, span, source._local_tensor) for span in found]
+        parts = [viewed(source.cut, span, source._local_tensor) for span in runs]
         views = [self.wrap(local, cut, source.version) for local, cut in parts]
         return views if name in ("split", "split_with_sizes", "unbind") else views[0]
 
@@ -350,10 +345,12 @@ class Operations:
             if not same_shape(rest[0], cut):  # a tensor of another shape is a plain one
                 return whole(func(source._local_tensor, *rest, **kwargs))
             rest[0] = list(cut.local_shape)
-        made = func(source._local_tensor, *rest, **kwargs)
-        if "empty_like" in func._schema.name and source.is_meta and made.is_floating_point():
-            made.fill_(torch.nan)  # by to_empty: the first forward sees what nobody has written
-        return self.wrap(made, cut)
+        local = func(source._local_tensor, *rest, **kwargs)
+        if "empty_like" in func._schema.name and source.is_meta and local.is_floating_point():
+            local.fill_(
+                torch.nan
+            )  # to_empty: the first forward finds weights that were not written
+        return self.wrap(local, cut)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target, source, *rest = args
@@ -366,7 +363,7 @@ class Operations:
             why = f"the source has shape {list(source.shape)}"
             self._refuse(func, args, kwargs, why, f"copy from a tensor of shape {list(cut.shape)}")
         else:
-            # Another cut, or another library's DTensor: every rank is here, so all may gather.
+            # Another cut, or another library's DTensor. Every rank copies, so all may gather.
             full = gathered(source) if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
         self._write(func, [target], [source])
@@ -382,10 +379,11 @@ class Operations:
                 copy(target, source, *rest, **kwargs)
 
     def _random(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Every rank draws all numbers and keeps its own: one seed gives one model. Replicas whose
-        generators differ take the first one's (collective); a model born on meta, in forward."""
+        """Every rank draws all numbers and keeps its piece, so one seed gives one model. If the
+        generators of replicas differ, all take the values of the first replica (collective); a
+        model that was made on meta does so in its first forward."""
         target, *rest = args
-        if type(target) is not self.kind or any(isinstance(one, Tensor) for one in rest):
+        if type(target) is not self.kind or any(isinstance(arg, Tensor) for arg in rest):
             self._refuse(func, args, kwargs)
         cut, local, version = target.cut, target._local_tensor, target.version
         seed = checksum_of_generator(local, kwargs.get("generator"))
@@ -398,9 +396,9 @@ class Operations:
             target = self.wrap(cut.take(drawn).clone(), cut)
         for axis in () if local.is_meta or (version and version.unsynced) else cut.replica_axes:
             comm.purpose = f"a check of random numbers for '{cut.name}'"
-            apart = differ(seed, axis)
+            seeds_differ = differ(seed, axis)
             comm.purpose = ""
-            if apart:
+            if seeds_differ:
                 comm.broadcast(target._local_tensor, axis).wait()
         return target
 
@@ -409,14 +407,14 @@ class Operations:
     def _whole(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The arguments by name, where the op reduces the whole tensor; else None."""
+        """The arguments by name if the op reduces the whole tensor, else None."""
         given = _arguments(func, args, kwargs)
         if type(given["self"]) is not self.kind or "out" in given or given.get("keepdim"):
             return None
         dims, ndim = given.get("dim"), len(given["self"].cut.shape)
         dims = [dims] if isinstance(dims, int) else dims
-        some = dims and len({dim % max(ndim, 1) for dim in dims}) < ndim
-        return None if some else given
+        over_some = dims and len({dim % max(ndim, 1) for dim in dims}) < ndim
+        return None if over_some else given
 
     def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self._whole(func, args, kwargs)
@@ -431,8 +429,8 @@ class Operations:
 
     def _value(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self._whole(func, args, kwargs)
-        arranged = name in ("max", "min") and func._overloadname != "default"
-        if given is None or arranged or given["self"].is_complex():
+        with_indices = name in ("max", "min") and func._overloadname != "default"
+        if given is None or with_indices or given["self"].is_complex():
             return self._gather(func, args, kwargs)
         cut, local = given["self"].cut, given["self"]._local_tensor
         if name == "dot":
@@ -445,27 +443,27 @@ class Operations:
         cut = next(self._cuts(args))
         if args[0].shape != args[1].shape:
             return False
-        one, other = (self._align(func, cut, operand) for operand in args)
-        same = torch.tensor([int(torch.equal(one, other))], device=one.device)
-        return bool(cut.reduce(same, "min").item())
+        first, second = (self._align(func, cut, operand) for operand in args)
+        equal = torch.tensor([int(torch.equal(first, second))], device=first.device)
+        return bool(cut.reduce(equal, "min").item())
 
     def _item(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if tensor.numel() != 1:
-            self._refuse(func, args, kwargs, f"a tensor of {tensor.numel()} elements is no number")
+            self._refuse(func, args, kwargs, f"it has {tensor.numel()} elements and not one")
         return tensor.cut.gather(tensor._local_tensor).item()
 
     def _unscale(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Unscale local gradients; an inf on one rank stops the step on all of them.
+        """Unscale local gradients. An inf on one rank stops the step on all ranks.
 
-        Those of an expert mesh are some of the ranks. Over the axis of the experts, or on the
-        widest mesh of the list, the others learn of it, who hold other experts.
+        An expert mesh has only some of the ranks. The ranks with other experts learn of an inf over
+        the axis of the experts, or on the widest mesh of the list.
         """
         tensors, found_inf, *rest = args
-        locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
+        locals_ = [t._local_tensor if type(t) is self.kind else t for t in tensors]
         self._write(func, tensors, rest)
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
-        # One collective per kind of cut, in order of first appearance.
+        # One collective for each kind of cut, in order of first appearance.
         cuts = {(cut.mesh, cut.axes): cut for cut in self._cuts(list(tensors))}.values()
         widest = max(cuts, key=lambda cut: cut.mesh.size())
         for cut in cuts:
@@ -478,12 +476,12 @@ class Operations:
 
 def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     lo, hi = cut.piece
-    here = f"elements {lo} to {hi} of {cut.numel} are here"
+    held = f"this rank holds elements {lo} to {hi} of {cut.numel}"
     if hi - lo == cut.numel:
-        here = "the whole, but outside of forward, where nothing reduces its gradient"
+        held = "this rank holds all of it, but nothing reduces its gradient outside of forward"
     why = why or f"this tensor is a shard of {list(cut.shape)}"
     fix = fix or f"call full_tensor() first, or {PAST_FORWARD}"
-    raise NotImplementedError(f"{func} on '{cut.name}': {why} ({here}); {fix}")
+    raise NotImplementedError(f"{func} on '{cut.name}': {why} ({held}); {fix}")
 
 
 def _is_written(argument: Any) -> bool:

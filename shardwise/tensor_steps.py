@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is changed in torch so that its optimizers and its functions know our parameters.
+"""All changes to torch itself, so that its optimizers and functions work on our parameters.
 
-    before a step   states that torch loaded get our pieces; other libraries' Muon is refused, and
-                    parameters that nobody wrapped are told of;
-                    gradients are checked, and the step is noted for the ranks to compare; gathers
-                    that read the weights end; closures that decide return one loss on all ranks
+    before a step   states that torch loaded are cut like their parameters; other libraries' Muon is
+                    refused; unwrapped parameters cause a warning; gradients are checked, and the
+                    step is noted for ranks to compare; gathers that read the weights end; a closure
+                    that decides over the step must return the same loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
-    zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
-                    to be computed; that of modules alike
-    clipping        refuses gradients of which microbatches wait to be reduced, and plain ones that
-                    differ between ranks
-    foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
-    parametrize     writes values to parameters at rest; a tensor set to itself is no write
-    DTensor(...)    with our placements is a ShardedTensor
-    operations      on ShardedTensors are asked of them, on torch before 2.13 too
+    zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
+                    be computed; the same for modules
+    clipping        refuses gradients whose microbatches wait to be reduced, and gradients of plain
+                    parameters that differ between ranks
+    foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
+    parametrize     writes values to parameters at rest; setting a tensor to itself is no write
+    DTensor(...)    with our placements makes a ShardedTensor
+    operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
-Importing this file is what changes it. An optimizer that does a part of this itself says so by an
-attribute: ``compares_gradients``, ``marks_writes``, ``places_states``.
+Importing this file applies the changes. An optimizer that does a part of this work itself has an
+attribute that says so: ``compares_gradients``, ``marks_writes``, ``places_states``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
@@ -43,7 +42,7 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from shardwise import comm
-from shardwise.agreement import all_ranks, differ
+from shardwise.agreement import all_ranks, differ_anywhere
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
@@ -54,7 +53,7 @@ from shardwise.uncompiled import skip_frames, uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
-LEFT_ALONE = "_shardwise_left_alone"  # of a parameter that is meant to be plain on each rank
+LEFT_ALONE = "_shardwise_left_alone"  # attribute of a parameter that each rank updates by itself
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
@@ -74,33 +73,31 @@ def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
     return [version for version in found.values() if version is not None]
 
 
-_known_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+_seen_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
 
-def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
-    """States that were loaded whole, in torch's own chunks, or in the pieces of another strategy,
-    get the pieces of their parameter. Every load gives an optimizer another dictionary of states:
-    all ranks look when it has one."""
-    if _known_states.get(optimizer) is optimizer.state:
+def _cut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut like their parameter those states that were loaded whole, in torch's own chunks, or in
+    the pieces of another strategy (collective). Every load gives an optimizer a new dictionary of
+    states, on all ranks, so this looks at each dictionary once."""
+    if _seen_states.get(optimizer) is optimizer.state:
         return
-    _known_states[optimizer] = optimizer.state
+    _seen_states[optimizer] = optimizer.state
     _refuse_matrix_optimizers(optimizer)
     _warn_of_unwrapped(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            ours = type(parameter) is ShardedTensor
-            state: dict[str, Any] = optimizer.state.get(parameter, {}) if ours else {}
-            for name, value in sorted(state.items()):
-                foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
-                if type(value) is ShardedTensor and not getattr(optimizer, "places_states", False):
-                    foreign = not parameter.cut.matches(value.cut)
-                if foreign and value.ndim and value.shape == parameter.shape:
-                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    for parameter in _ours(optimizer):
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for name, value in sorted(state.items()):
+            foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
+            if type(value) is ShardedTensor and not getattr(optimizer, "places_states", False):
+                foreign = not parameter.cut.matches(value.cut)
+            if foreign and value.ndim and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters that no unit has, beside ours in this optimizer or elsewhere in
-    the process: each rank steps its own copy."""
+    """Warn of trainable parameters in no unit, if this process has sharded parameters, in this
+    optimizer or elsewhere: each rank updates its own copy."""
     plain = [
         p
         for group in optimizer.param_groups
@@ -110,57 +107,60 @@ def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
     if not plain or all_ranks().size == 1:
         return
     objects = gc.get_objects()
-    ours = (one for one in objects if type(one) is ShardedTensor)
-    ranks = max((one.cut.full_mesh.size() for one in ours), default=1)
-    if ranks == 1:
+    sharded = (x for x in objects if type(x) is ShardedTensor)
+    num_ranks = max((x.cut.full_mesh.size() for x in sharded), default=1)
+    if num_ranks == 1:
         return
     reduced = {  # by DDP, or torch's replicate, around our units
         id(p)
-        for one in objects
-        if issubclass(type(one), nn.parallel.DistributedDataParallel)
-        for p in one._module_parameters
+        for x in objects
+        if issubclass(type(x), nn.parallel.DistributedDataParallel)
+        for p in x._module_parameters
     }
     names: dict[int, str] = getattr(optimizer, "_names", {})
-    if alone := [p for p in plain if id(p) not in reduced]:
+    unreduced = [p for p in plain if id(p) not in reduced]
+    if unreduced:
         warn_once(
             logger,
-            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, beside "
-            "sharded parameters: nothing averages their gradients over the %d ranks, and each "
-            "rank's copy goes its own way. Wrap the module that holds them (the model itself, "
-            "after its blocks), or pass them in ignored_params of any unit where you average them "
-            "yourself or mean them to differ",
+            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, although the "
+            "model is sharded: nothing averages their gradients over the %d ranks, so the copies "
+            "of the ranks become different. Wrap the module that holds them (the model itself, "
+            "after its blocks). If you average them yourself, or if they shall differ, pass them "
+            "in ignored_params of any unit",
             type(optimizer).__name__,
-            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in alone]),
-            ranks,
+            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in unreduced]),
+            num_ranks,
         )
 
 
 def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for other libraries' Muon on pieces that it cannot work with: torch's takes a piece for
-    a matrix, dion's counts on the rows that torch.chunk gives; and for Adafactor with
-    foreach=True."""
-    kind, of_torch = type(optimizer), getattr(torch.optim, "Muon", None)
-    lists = any(group.get("foreach") for group in optimizer.param_groups)
-    if kind is getattr(torch.optim, "Adafactor", None) and lists and _ours(optimizer):
+    """Raise for other libraries' Muon on pieces that it cannot work with (torch's treats a piece as
+    a matrix, dion's expects the rows that torch.chunk gives), and for Adafactor(foreach=True)."""
+    kind, torch_muon = type(optimizer), getattr(torch.optim, "Muon", None)
+    foreach = any(group.get("foreach") for group in optimizer.param_groups)
+    if kind is getattr(torch.optim, "Adafactor", None) and foreach and _ours(optimizer):
         raise RuntimeError(
             "torch.optim.Adafactor(foreach=True) multiplies lists of whole means by lists of "
             "pieces: build it with foreach=False, or leave foreach out"
         )
-    if kind.__module__.split(".")[0] != "dion" and kind is not of_torch:
+    if kind.__module__.split(".")[0] != "dion" and kind is not torch_muon:
         return
-    of_chunks = kind is not of_torch and kind.__name__ in ("Muon", "Dion2")
-    way = " A matrix wrapped by itself, fully_shard(linear), has such rows." if of_chunks else ""
+    takes_chunks = kind is not torch_muon and kind.__name__ in ("Muon", "Dion2")
+    needs, fix = "whole matrices", ""
+    if takes_chunks:
+        needs += ", or rows as torch.chunk cuts them"
+        fix = " A matrix wrapped by itself, fully_shard(linear), has such rows."
     for group in optimizer.param_groups:
         if group.get("algorithm") in ("adamw", "lion"):
-            continue  # dion's names for what is done element by element
-        for one in group["params"]:
-            if type(one) is not ShardedTensor or not one.cut.axes:
+            continue  # dion's names for elementwise updates
+        for parameter in group["params"]:
+            if type(parameter) is not ShardedTensor or not parameter.cut.axes:
                 continue
-            if not (of_chunks and _in_chunks(one.cut)):
+            if not (takes_chunks and _in_chunks(parameter.cut)):
                 raise RuntimeError(
-                    f"{kind.__module__}.{kind.__name__} on '{one.cut.name}': it needs whole "
-                    f"matrices{', or rows as torch.chunk cuts them' if of_chunks else ''}, and "
-                    f"these lie otherwise.{way} Use sw.Muon(parameters, lr=...) or sw.optimizer"
+                    f"{kind.__module__}.{kind.__name__} on '{parameter.cut.name}': it needs "
+                    f"{needs}, and this parameter is cut in another way.{fix} Use "
+                    f"sw.Muon(parameters, lr=...) or sw.optimizer"
                 )
 
 
@@ -168,18 +168,18 @@ def _in_chunks(cut: Cut) -> bool:
     """Whether every holder has the rows that torch.chunk gives it: the same answer on all ranks."""
     size = -(-cut.shape[0] // cut.num_holders) * cut.stride[0]
     chunks = [(n * size, min((n + 1) * size, cut.numel)) for n in range(cut.num_holders)]
-    held = [(mine, chunk) for mine, chunk in zip(cut.pieces, chunks, strict=True) if any(mine)]
-    return cut.tile is None and all(mine == chunk for mine, chunk in held)
+    pairs = zip(cut.pieces, chunks, strict=True)
+    return cut.tile is None and all(piece == chunk for piece, chunk in pairs if any(piece))
 
 
 @uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Gathers that still read main weights end before any optimizer writes those. A closure brings
-    gradients later, so nothing is said of them then. Returns other arguments of the step, where a
-    closure decides over it."""
+    """Prepare a step: gathers that still read main weights end before the optimizer writes them.
+    A closure brings gradients later, so they are not checked then. Returns new arguments for the
+    step if a closure decides over it."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
-    _take_over_states(optimizer)
+    _cut_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _check_gradients(optimizer)
@@ -193,20 +193,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _compared(closure: Callable[[], Any], parameters: list[ShardedTensor]) -> Callable[[], Any]:
-    """A closure whose loss must be the same on all ranks: it decides how far LBFGS goes."""
+    """A closure whose loss must be the same on all ranks: the loss decides how far LBFGS goes."""
     meshes = {id(p.cut.full_mesh): p.cut.full_mesh for p in parameters}
+    axes = [axis for mesh in meshes.values() for axis in Ranks(mesh).axes]
 
     def compared() -> Any:
         loss = closure()
-        value, apart = zlib.crc32(repr(float(loss)).encode()), False
-        for axis in (axis for mesh in meshes.values() for axis in Ranks(mesh).axes):
-            apart = differ(value, axis) or apart
-            apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
-        if apart:
+        if differ_anywhere(zlib.crc32(repr(float(loss)).encode()), axes):
             raise RuntimeError(
-                f"LBFGS.step(closure): the closure returned {float(loss)} here and another loss on "
-                f"other ranks, which would take other steps: return the mean over all ranks "
-                f"(loss = loss.detach(); torch.distributed.all_reduce(loss); loss / world_size)"
+                f"LBFGS.step(closure): the closure returned {float(loss)} on this rank and another "
+                f"loss on other ranks, so the ranks would take different steps: return the mean "
+                f"over all ranks (loss = loss.detach(); torch.distributed.all_reduce(loss); "
+                f"loss / world_size)"
             )
         return loss
 
@@ -215,23 +213,26 @@ def _compared(closure: Callable[[], Any], parameters: list[ShardedTensor]) -> Ca
 
 @functools.cache
 def _leave_pieces_alone() -> None:
-    """A compiled step calls this file's hooks before it touches a parameter: tell torch's compiler
-    then that our pieces, which it would take for DTensors, are not for its graphs."""
+    """Keep our pieces out of the graphs of torch's compiler, which would take them for DTensors. A
+    compiled step calls this file's hooks before it touches a parameter, so this comes in time."""
     skip_frames(ShardedTensor.__torch_dispatch__)
     torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
 
 
-# Called with the parameters whose gradients are used, and with what uses them.
+# Called with parameters whose gradients are about to be used, and with the name of the use.
 on_use: list[Callable[[list[Tensor], str], None]] = []
 
 
 def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
-    """Raise where microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
+    """Raise if microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
     parameters = list(parameters)
     for refuse in on_use:
         refuse(parameters, what)
-    ours = [p for p in parameters if type(p) is ShardedTensor]
-    waiting = [p.cut.name for p in ours if (v := p.version) and p.cut.index in v.waiting]
+    waiting = [
+        p.cut.name
+        for p in parameters
+        if type(p) is ShardedTensor and p.version is not None and p.cut.index in p.version.waiting
+    ]
     if waiting:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
@@ -240,79 +241,86 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
 
 
 def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
-    """Raise where gradients of plain parameters, beside those of sharded ones on these axes, differ
-    between ranks, which would clip the shards of one weight by different norms (collective)."""
-    value, apart = 0, False
+    """Raise if gradients of plain parameters differ between ranks while sharded parameters lie on
+    these axes: each rank would clip its shards of a weight by another norm (collective)."""
+    checksum = 0
     if plain and axes:
         norms = torch._foreach_norm(plain, dtype=torch.float64)
-        known = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
-        value = zlib.crc32(repr(known).encode())
-    for axis in axes:
-        apart = differ(value, axis) or apart
-        apart = bool(comm.any_rank(numpy.array([apart]), axis)[0])
-    if apart:
-        shapes = ", ".join(str(list(one.shape)) for one in plain[:4])
+        values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
+        checksum = zlib.crc32(repr(values).encode())
+    if differ_anywhere(checksum, axes):
+        shapes = ", ".join(str(list(gradient.shape)) for gradient in plain[:4])
         raise RuntimeError(
-            f"gradients are clipped: those of {len(plain)} parameters that are not wrapped (of "
-            f"shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
+            f"gradients are clipped: the gradients of {len(plain)} parameters that are not wrapped "
+            f"(of shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
             f"Wrap the module that holds them (the model itself, after its blocks), or average "
             f"their gradients over ranks before clipping"
         )
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Write
-    notes of the step and of the parameters that it leaves out: ranks compare both, with their
-    collectives, in the next backward."""
+    """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient.
+    Then write the notes of the step."""
+    parameters = _ours(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
-        every = _ours(optimizer)
-        ours = [p for p in every if p.requires_grad]
-        gradients = [(GRAD.__get__(p), p.cut.name) for p in ours]
-        lacking = [name for gradient, name in gradients if gradient is None]
-        # Those on a GPU would be awaited.
-        plain = [one for one, _ in gradients if type(one) is Tensor and one.device.type == "cpu"]
-    buffers = {id(v): (v, p.cut.full_mesh) for p in every if (v := p.version) is not None}
-    refuse_unreduced(every, "the optimizer steps")
+        gradients = [(p.cut.name, GRAD.__get__(p)) for p in parameters if p.requires_grad]
+    refuse_unreduced(parameters, "the optimizer steps")
     kind = f"{type(optimizer).__name__}.step()"
-    failed = any(v.failed() for v, _ in buffers.values())
-    if len(lacking) < len(ours):
-        _fed.setdefault(optimizer, False)
+    lacking = [name for name, gradient in gradients if gradient is None]
+    versions = {id(p.version): p.version for p in parameters if p.version is not None}.values()
+    failed = any(version.failed() for version in versions)
+    if len(lacking) < len(gradients):
+        _had_gradients.setdefault(optimizer, False)
         if failed:
             raise RuntimeError(
                 f"{kind}: the last backward raised an exception, and left a part of its gradients "
-                f"({len(ours) - len(lacking)} of {len(ours)} parameters have one). Drop them: call "
-                f"zero_grad(), or reset_iter_state() on the root module"
+                f"({len(gradients) - len(lacking)} of {len(gradients)} parameters have one). Drop "
+                f"them: call zero_grad(), or reset_iter_state() on the root module"
             )
     elif failed:
         logger.warning("%s: the last backward raised an exception: nothing moves", kind)
-    elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
-        said = (
-            f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
-            f"to the forward that ran since. backward(inputs=...) reaches no parameter at rest: "
-            f"call backward() without inputs=, and requires_grad_(False) on what shall have no "
-            f"gradient; or leave out the step"
+    elif (
+        gradients
+        and not _had_gradients.get(optimizer)
+        and any(version.unanswered() for version in versions)
+    ):
+        message = (
+            f"{kind}: none of its {len(gradients)} parameters has a gradient, and no backward has "
+            f"followed the last forward. backward(inputs=...) reaches no parameter at rest: call "
+            f"backward() without inputs=, and requires_grad_(False) on parameters that shall have "
+            f"no gradient; or leave out the step"
         )
-        if optimizer not in _fed:
-            raise RuntimeError(said)
-        logger.warning(said)  # gradients may be meant to come in some iterations only
-        _fed[optimizer] = True
+        if optimizer not in _had_gradients:
+            raise RuntimeError(message)
+        logger.warning(message)  # gradients may be meant to come in some iterations only
+        _had_gradients[optimizer] = True
+    _note_step(optimizer, kind, lacking, [gradient for _, gradient in gradients])
+
+
+def _note_step(
+    optimizer: torch.optim.Optimizer, words: str, lacking: list[str], gradients: list[Any]
+) -> None:
+    """Write notes of the step, with its settings and the parameters that it leaves out: ranks
+    compare the notes, with their collectives, in the next backward."""
     if lacking and not getattr(optimizer, "compares_gradients", False):
-        known = zlib.crc32(repr(lacking).encode())
-        kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
-    if plain and any(mesh.size() > 1 for _, mesh in buffers.values()):
-        values = functools.reduce(lambda known, one: sketch(one, known), plain, 0)
-        kind += f" with plain gradients for {len(plain)} parameters (values {values:08x})"
+        checksum = zlib.crc32(repr(lacking).encode())
+        words += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {checksum:08x})"
     settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
+    # The host would have to wait for gradients on a GPU.
+    plain = [g for g in gradients if type(g) is Tensor and g.device.type == "cpu"]
+    if plain and any(mesh.size() > 1 for mesh in settings):
+        checksum = functools.reduce(lambda before, g: sketch(g, before), plain, 0)
+        words += f" with plain gradients for {len(plain)} parameters (values {checksum:08x})"
     notes = _notes[optimizer] = []
-    for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
-        words = f"{type(optimizer).__name__}.step() with {clipped}{settings[mesh]}"
+    for mesh, values in settings.items():
+        with_settings = f"{type(optimizer).__name__}.step() with {clipped}{values}"
         for axis in Ranks(mesh).axes:
-            notes += [(axis.journal, STEP, kind), (axis.journal, SETTINGS, words)]
+            notes += [(axis.journal, STEP, words), (axis.journal, SETTINGS, with_settings)]
 
 
 def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """The numbers and words that an optimizer steps with, by the mesh of the parameters: shards of
-    one weight must take one step. A rank may have groups for parameters that it alone holds."""
+    """The numbers and texts among an optimizer's settings, by the mesh of the parameters: shards of
+    one weight must step alike. A rank may have groups for parameters that it alone holds."""
     found: dict[Any, list[str]] = {}
     for group in optimizer.param_groups:
         numbers = [
@@ -320,23 +328,23 @@ def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
             for name, value in group.items()
             if isinstance(value, bool | int | float | str)
             or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
-            or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
+            or (isinstance(value, tuple) and all(isinstance(x, int | float) for x in value))
         ]
-        ours = (p.cut.full_mesh for p in group["params"] if type(p) is ShardedTensor)
-        for mesh in dict.fromkeys(ours):
+        ours = (p for p in group["params"] if type(p) is ShardedTensor and p.version is not None)
+        for mesh in dict.fromkeys(p.cut.full_mesh for p in ours):
             found.setdefault(mesh, []).append(" ".join(numbers))
     return {mesh: "; ".join(dict.fromkeys(groups)) for mesh, groups in found.items()}
 
 
 # Notes of the step that an optimizer takes now, added after it: a refused step has moved nothing.
 _notes: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
-# Optimizers that have had a gradient in a step; whether a step without one was spoken of since.
-_fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+# Optimizers that had a gradient in a step, with whether they were warned since of a step without.
+_had_gradients: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
 
 @uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Whatever wrote the weights, a kernel that no version counter saw too: count it."""
+    """Count the write to the weights: a kernel may have written them past the version counters."""
     stepping.clear()
     for journal, operation, words in _notes.pop(optimizer, ()):
         journal.add(operation, words)
@@ -345,7 +353,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             version.count += 1
 
 
-# Called with the parameters whose gradients the user drops.
+# Called with parameters whose gradients the user drops.
 on_zero_grad: list[Callable[[Iterable[Tensor]], None]] = []
 
 _zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
@@ -364,14 +372,14 @@ def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None
 
 
 def _drop_waiting(parameters: list[Tensor]) -> None:
-    """torch passes over parameters whose ``.grad`` is None, and has no hook: drop microbatches that
-    wait to be reduced, too."""
+    """Drop microbatches that wait to be reduced, too: torch passes over parameters whose ``.grad``
+    is None, and has no hook for this."""
     stepping.clear()  # a step that raised has ended
-    for one in parameters:
-        if type(one) is ShardedTensor and one.version is not None:
-            one.version.waiting.discard(one.cut.index)
-    for tell in on_zero_grad:
-        tell(parameters)
+    for parameter in parameters:
+        if type(parameter) is ShardedTensor and parameter.version is not None:
+            parameter.version.waiting.discard(parameter.cut.index)
+    for drop in on_zero_grad:
+        drop(parameters)
 
 
 torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
@@ -385,43 +393,41 @@ register_optimizer_step_post_hook(_after_step)
 # ------------------------------------------------------------------------------ other places
 
 
-def _refusing_unreduced(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _check_before(names: Iterable[str], check: Callable[[list[Tensor]], None]) -> None:
+    """Make functions of torch's clipping call ``check`` with their list of tensors first."""
+    for name in names:
+        for place in (torch.nn.utils.clip_grad, torch.nn.utils):
+            if hasattr(place, name):
+                setattr(place, name, _checked(getattr(place, name), check))
+
+
+def _checked(function: Callable[..., Any], check: Callable[[list[Tensor]], None]) -> Any:
     @uncompiled
-    @functools.wraps(clip)
-    def clip_reduced(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        refuse_unreduced(parameters, "gradients are clipped")
-        return clip(parameters, *args, **kwargs)
-
-    return clip_reduced
-
-
-# Two are called by clip_grad_norm_, which others may have imported by its name.
-_CLIPS = ("_get_total_norm", "_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
-for _name in _CLIPS:
-    for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
-        if hasattr(_place, _name):
-            setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))
-
-
-def _the_same_everywhere(total_norm: Callable[..., Any]) -> Callable[..., Any]:
-    @uncompiled
-    @functools.wraps(total_norm)
-    def compared(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        meshes = dict.fromkeys(t.cut.full_mesh for t in tensors if type(t) is ShardedTensor)
-        plain = [one for one in tensors if not isinstance(one, DTensor)]
-        if plain and meshes:
-            refuse_own_gradients(plain, [axis for one in meshes for axis in Ranks(one).axes])
-        return total_norm(tensors, *args, **kwargs)
+        check(tensors)
+        return function(tensors, *args, **kwargs)
 
-    return compared
+    return checked
 
 
-for _name in ("_get_total_norm", "get_total_norm"):
-    for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
-        if hasattr(_place, _name):
-            setattr(_place, _name, _the_same_everywhere(getattr(_place, _name)))
+def _check_clipped(parameters: list[Tensor]) -> None:
+    refuse_unreduced(parameters, "gradients are clipped")
+
+
+def _check_total(gradients: list[Tensor]) -> None:
+    meshes = dict.fromkeys(g.cut.full_mesh for g in gradients if type(g) is ShardedTensor)
+    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    if plain and meshes:
+        refuse_own_gradients(plain, [axis for mesh in meshes for axis in Ranks(mesh).axes])
+
+
+# clip_grad_norm_ itself may have been imported by others already. It calls the private two.
+_check_before(
+    ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"), _check_clipped
+)
+_check_before(("_get_total_norm", "get_total_norm"), _check_total)
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):
@@ -430,8 +436,8 @@ for _types in (_optimizer_foreach_types, _foreach_types):
 
 
 def _set_parametrized(dest: Tensor, src: Tensor) -> None:
-    """Write a value to the parameter below a parametrization, when somebody assigns to the
-    parametrized name, or registers and removes it (peft does, around each forward)."""
+    """Write a value to the parameter below a parametrization: torch does so when the parametrized
+    name is assigned, or registered and removed (peft does both around each forward)."""
     if type(dest) is ShardedTensor:
         dest.copy_(src)
     elif dest is not src:
@@ -445,10 +451,10 @@ nn.utils.parametrize._maybe_set = _set_parametrized
 def _new_dtensor(
     cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
 ) -> Any:
-    """A ShardedTensor where ``distribute_tensor`` or ``from_local`` was given our placements, as
-    frameworks give them that load or make something like a parameter. Torch's own DTensor would
-    keep the rows and forget, in its first operation, that they are uneven."""
-    rows = next((one for one in spec.placements if isinstance(one, Rows)), None)
+    """A ShardedTensor if ``distribute_tensor`` or ``from_local`` was given our placements, as
+    frameworks do that load or copy a parameter. Torch's own DTensor would keep the rows and forget,
+    in its first operation, that they are uneven."""
+    rows = next((p for p in spec.placements if isinstance(p, Rows)), None)
     if rows is None or cls is not DTensor:
         return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
     return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
@@ -459,14 +465,15 @@ DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
 
 
 def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
-    """A rule that comes before torch's own: for our class there is one, for every operation.
+    """Our rule for every operation on our class, found before torch's own.
 
-    Before 2.13 torch sends all DTensors, subclasses too, to its C++ rules, which take their pieces
-    for torch's chunks. Only a rule for the class and a mode come earlier, and no mode is active
-    while autograd runs a backward.
+    Before 2.13 torch sends all DTensors, subclasses too, to its C++ rules, which take pieces for
+    torch's chunks. Only rules for a class and modes come earlier, and no mode is active while
+    autograd runs a backward.
     """
-    ours = torch_dispatch_class is ShardedTensor
-    return _dispatch if ours else _torch_find_rule(self, torch_dispatch_class)
+    if torch_dispatch_class is ShardedTensor:
+        return _dispatch
+    return _torch_find_rule(self, torch_dispatch_class)
 
 
 _dispatch: Any = ShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on a ShardedTensor: views of its memory, and whole values made from pieces.
 
-    p.view(-1), p[2:5], ...        keep elements in their order. A piece is a run of elements, so
-                                   such a view has one too, on some ranks an empty one
+    p.view(-1), p[2:5], ...        keep the elements in order. A piece is a run of elements, so the
+                                   piece of such a view is a run too (empty on some ranks)
 
-    p.sum(), p.norm()              one value of all pieces, on every rank
+    p.sum(), p.norm()              one value from all pieces, on every rank
 
         rank 0   piece  ->  partial \\
         rank 1   piece  ->  partial  >  one collective per sharded axis  ->  the value
@@ -15,8 +15,8 @@
 Partials travel in float64 (or int64): the square of a float32 norm is exact there, and
 half-precision partials would be rounded, or overflow, before they are combined.
 
-A gather is dear, so each kind of operation says so once. Transposed and cut-out parts are copies
-here and views in torch: what would be written to one is refused, not lost.
+A gather is expensive, so each kind of operation that gathers warns once. Transposed and cut-out
+parts are copies here and views in torch: a write to such a copy is refused, so that it is not lost.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PAST_FORWARD = (
     "run it inside the forward of a wrapped module; a module that is called by itself needs "
     "fully_shard of its own, another method register_fsdp_forward_method"
 )
-ELSEWHERE = (
-    "its pieces lie otherwise than those that it meets (of two models: wrap both alike, and freeze "
-    "one after that)"
+CUT_OTHERWISE = (
+    "it is cut in another way than the other operand (if these are two models, wrap both alike and "
+    "freeze one after that)"
 )
 
 
@@ -58,23 +58,23 @@ _shares: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignor
 class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
-    placements: tuple[()] = ()  # on no mesh: every rank has it whole
+    placements: tuple[()] = ()  # on no mesh
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, Parameter) for one in types):
-            return NotImplemented  # a parameter with operations of its own: one in fp8
+        if any(issubclass(kind, Parameter) for kind in types):
+            return NotImplemented  # an fp8 parameter, which has its own operations
         with torch._C.DisableTorchFunctionSubclass():
-            given = tree_flatten((args, kwargs))[0]
-            copies = [(one, one.plain._version) for one in given if isinstance(one, _Copy)]
+            leaves = tree_flatten((args, kwargs))[0]
+            copies = [(leaf, leaf.plain._version) for leaf in leaves if isinstance(leaf, _Copy)]
             args, kwargs = tree_map_only(_Copy, attrgetter("plain"), (args, kwargs or {}))
             result = func(*args, **kwargs)
-            for one, before in copies:
-                if one.plain._version != before:
-                    one.refuse(func.__name__)
+            for copied, version in copies:
+                if copied.plain._version != version:
+                    copied.refuse(func.__name__)
             if type(result) is Tensor and func not in get_default_nowrap_functions():
-                of = [one.of for one, _ in copies if _shares(one.plain, result)]
-                return whole(result, "".join(of[:1]))
+                names = [copied.of for copied, _ in copies if _shares(copied.plain, result)]
+                return whole(result, names[0] if names else "")
         return result
 
     def full_tensor(self) -> Tensor:
@@ -88,7 +88,7 @@ class WholeTensor(Tensor):
         return whole(copy.deepcopy(self.full_tensor(), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor: files hold those alone, which ``torch.load`` takes."""
+        """Pickle a plain tensor, because ``torch.load`` refuses other classes."""
         return self.full_tensor().__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
@@ -97,17 +97,17 @@ class WholeTensor(Tensor):
 
 
 class _Copy(WholeTensor):
-    """A copy of what torch would have given as a view: it can be read, and not written."""
+    """A copy in place of a view that torch would have returned: it can be read but not written."""
 
-    of: str  # the parameter
-    plain: Tensor  # the memory, with a version counter of its own
+    of: str  # the name of the parameter
+    plain: Tensor  # the same memory as a plain tensor, with its own version counter
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """For calls inside of torch, of which ``__torch_function__`` hears nothing: an unbound
-        ``Tensor.__setitem__`` takes a view, and writes to it."""
+        """Refuse writes inside torch, which ``__torch_function__`` does not see: an unbound
+        ``Tensor.__setitem__`` takes a view and writes to it."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, _Copy) and argument.alias_info and argument.alias_info.is_write:
                 value.refuse(func)
@@ -125,8 +125,8 @@ class _Copy(WholeTensor):
 
 
 def whole(value: Tensor, of: str = "") -> WholeTensor:
-    """``value`` as a WholeTensor: the same memory and the same graph. ``of``: the parameter that a
-    copy is taken for a view of."""
+    """``value`` as a WholeTensor, with the same memory and the same graph. ``of``: the name of a
+    parameter, if ``value`` is a copy that a caller may take for a view of this parameter."""
     made: Any = value.as_subclass(_Copy if of else WholeTensor)
     if of:
         made.of, made.plain = of, value
@@ -134,39 +134,41 @@ def whole(value: Tensor, of: str = "") -> WholeTensor:
 
 
 def gathered(source: DTensor) -> Tensor:
-    """All of a DTensor. Two axes that both cut the same rows are gathered one after the other:
-    torch 2.13's one gather over both takes padding for rows (see mesh.flattened). Detached first:
-    inside of an operation torch 2.11 cannot gather what requires gradients."""
+    """The whole of a DTensor. Two axes that both cut the same rows are gathered one after the
+    other: torch 2.13's one gather over both takes padding for rows (see mesh.flattened). Detached
+    first: inside an operation torch 2.11 cannot gather a tensor that requires gradients."""
     one_by_one = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
     with torch.no_grad(), one_by_one():
         return source.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
+def _tensors(args: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+
+
 def records(args: Any) -> bool:
-    """Whether autograd would record an operation on these."""
-    tensors = (one for one in tree_flatten(args)[0] if isinstance(one, Tensor))
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    """Whether autograd would record an operation on these arguments."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args))
 
 
 def recorded_with_plain(args: Any) -> bool:
-    """Whether autograd would record an operation on a parameter at rest and a rank's own values: a
-    forward past the hooks, whose gradient would reach the parameter unreduced."""
-    tensors = [one for one in tree_flatten(args)[0] if isinstance(one, Tensor)]
-    return records(args) and not all(isinstance(one, DTensor) for one in tensors)
+    """Whether autograd would record an operation on a parameter at rest and a rank's own values:
+    forward was called past the hooks, and the gradient would reach the parameter unreduced."""
+    return records(args) and not all(isinstance(tensor, DTensor) for tensor in _tensors(args))
 
 
 def recorded_with_own(args: Any) -> bool:
-    """Whether autograd would record an operation on what this rank has computed: a gradient would
-    flow to it from pieces, and to a parameter at rest from one rank alone."""
+    """Whether autograd would record an operation with a tensor that this rank has computed: its
+    gradient would come from pieces, and a parameter at rest would get one rank's gradient."""
     if not torch.is_grad_enabled():
         return False
-    own = (one for one in args if isinstance(one, Tensor) and one.grad_fn is not None)
-    return not all(isinstance(one, (DTensor, WholeTensor)) for one in own)
+    computed = (arg for arg in args if isinstance(arg, Tensor) and arg.grad_fn is not None)
+    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in computed)
 
 
 def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:
-    words = "%s on '%s' gathers the whole tensor on every rank: %s"
-    warn_once(logger, words, func, name, why, about=f"{func} {why}", mesh=mesh)
+    text = "%s on '%s' gathers the whole tensor on every rank: %s"
+    warn_once(logger, text, func, name, why, about=f"{func} {why}", mesh=mesh)
 
 
 def on_the_whole(
@@ -177,20 +179,20 @@ def on_the_whole(
     outs: Iterable[str],
     mesh: Any,
 ) -> Any:
-    """Gather the operands (collective), compute, and return whole tensors; ``outs``: keyword
-    arguments that get the results.
+    """Gather the operands (collective), compute, and return whole tensors. ``outs``: the keyword
+    arguments that receive results.
 
-    Where autograd records it, the result is a replicated DTensor: torch refuses to mix those with
-    a rank's activations, whose gradients would reach the parameter unreduced.
+    If autograd records the operation, the result is a replicated DTensor: torch refuses to mix it
+    with a rank's activations, whose gradients would reach the parameter unreduced.
     """
-    if torch.is_inference_mode_enabled() and _is_view(func):  # a view is as its base is
-        with torch.inference_mode(False):
+    if torch.is_inference_mode_enabled() and _is_view(func):
+        with torch.inference_mode(False):  # a view must be a normal tensor, as its base is
             return on_the_whole(func, name, args, kwargs, outs, mesh)
     recorded = records((args, kwargs))
     why = "it can't be computed on pieces"
     if recorded:
-        why += "; to mix it with a rank's own tensors (torch says 'mixed torch.Tensor and DTensor')"
-        why += f", compute with its full_tensor() instead, or {PAST_FORWARD}"
+        why += "; to mix the result with a rank's own tensors (torch says 'mixed torch.Tensor and "
+        why += f"DTensor'), compute with full_tensor() instead, or {PAST_FORWARD}"
     warn_gathered(func, name, mesh, why)
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
@@ -209,16 +211,15 @@ def on_the_whole(
 
 
 def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write into a plain tensor, or into a DTensor of torch's, with gathered operands
-    (collective)."""
+    """Write into a plain tensor or into torch's DTensor, with gathered operands (collective)."""
     target = args[0]
     operands, keywords = tree_map_only(DTensor, gathered, (list(args[1:]), kwargs))
     if isinstance(target, DTensor):
         mesh, everywhere = target.device_mesh, [Replicate()] * target.device_mesh.ndim
 
-        def placed(one: Tensor) -> DTensor:  # like the target: torch moves no rows in place
-            placements = target.placements if one.shape == target.shape else everywhere
-            return distribute_tensor(one, mesh, placements, src_data_rank=None)
+        def placed(value: Tensor) -> DTensor:  # like the target: torch moves no rows in place
+            placements = target.placements if value.shape == target.shape else everywhere
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
         operands, keywords = tree_map_only(Tensor, placed, (operands, keywords))
     func(target, *operands, **keywords)
@@ -226,30 +227,30 @@ def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_view(func: Any) -> bool:
-    return any(each.alias_info is not None for each in func._schema.returns)
+    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each whole tensor; tensors without a cut are whole already.
+    """The norm of each whole tensor; a tensor without a cut is whole already.
 
-    One collective per sharded axis serves the whole list. Meshes come in order of first appearance,
-    which is the same on every rank.
+    One collective for each sharded axis serves the whole list. Meshes come in order of first
+    appearance, which is the same on every rank.
     """
     order = float(order)
-    cuts: list[Cut | None] = [getattr(one, "cut", None) for one in tensors]
+    cuts: list[Cut | None] = [getattr(tensor, "cut", None) for tensor in tensors]
     pairs = zip(tensors, cuts, strict=True)
-    locals_ = [one if cut is None else one._local_tensor for one, cut in pairs]
+    locals_ = [tensor if cut is None else tensor._local_tensor for tensor, cut in pairs]
     result: list[Any] = [None] * len(locals_)
-    alone: list[int] = []
+    local_only: list[int] = []
     meshes: dict[Any, list[int]] = {}
     for index, cut in enumerate(cuts):
         if cut is None or not cut.norm_axes:
-            alone.append(index)
+            local_only.append(index)
         else:
             meshes.setdefault((cut.mesh, cut.norm_axes), []).append(index)
-    if alone:
-        found = torch._foreach_norm([locals_[index] for index in alone], order, dtype=dtype)
-        for index, norm in zip(alone, found, strict=True):
+    if local_only:
+        norms = torch._foreach_norm([locals_[index] for index in local_only], order, dtype=dtype)
+        for index, norm in zip(local_only, norms, strict=True):
             result[index] = norm if cuts[index] is None else whole(norm)
     for (_, axes), members in meshes.items():
         cut = cuts[members[0]]
@@ -267,15 +268,15 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
 
 
 def _partial_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of each local piece, float64; what changes nothing where a piece is empty."""
+    """The norm of each local piece in float64; for an empty piece the neutral value."""
     neutral = math.inf if order < 0 else 0.0
     held = [local for local in locals_ if local.numel()]
     if not held:
         device = locals_[0].device
         return torch.full((len(locals_),), neutral, dtype=torch.float64, device=device)
     narrow = any(local.dtype.itemsize < 4 for local in held)
-    found = torch._foreach_norm(held, order, dtype=torch.float32 if narrow else None)
-    packed = torch.stack([norm.double() for norm in found] if narrow else found).double()
+    held_norms = torch._foreach_norm(held, order, dtype=torch.float32 if narrow else None)
+    packed = torch.stack([n.double() for n in held_norms] if narrow else held_norms).double()
     if len(held) == len(locals_):
         return packed
     norms = packed.new_full((len(locals_),), neutral)
@@ -329,13 +330,15 @@ VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
 def spans(
     func: Any, shape: Sequence[int], dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Span] | None:
-    """The runs of elements that a view operation on a whole tensor gives, as torch says where there
-    is no memory; None where it gives no run."""
+    """The runs of elements that a view operation on a whole tensor returns, found by running it on
+    a meta tensor; None if a result is no run."""
     like = torch.empty(shape, dtype=dtype, device="meta")
     views = tree_flatten(func(like, *args, **kwargs))[0]
     # A tensor without elements has no layout.
-    runs = all(one.is_contiguous() and one.numel() and one.dtype == dtype for one in views)
-    return [(one.storage_offset(), tuple(one.shape)) for one in views] if runs and shape else None
+    runs = all(view.is_contiguous() and view.numel() and view.dtype == dtype for view in views)
+    if not (runs and shape):
+        return None
+    return [(view.storage_offset(), tuple(view.shape)) for view in views]
 
 
 def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
@@ -349,19 +352,20 @@ def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
 
 
 def stretches(small: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a tensor of shape ``small`` can be broadcast to ``shape``."""
     ends = zip(reversed(small), reversed(shape), strict=False)
     return all(size in (1, wanted) for size, wanted in ends)
 
 
 def same_shape(size: Any, cut: Cut) -> bool:
-    """Whether a view to ``size`` changes nothing; -1 stands for what it must be."""
+    """Whether a view to ``size`` changes nothing; -1 stands for the size that fits."""
     if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
         return False
     return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))
 
 
 def checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:
-    """A checksum of the state of the random numbers that an op on ``tensor`` draws."""
+    """A checksum of the state of the generator that a random op on ``tensor`` uses."""
     if generator is not None:
         state = generator.get_state()
     elif tensor.device.type == "cuda":

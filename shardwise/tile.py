@@ -2,8 +2,8 @@
 """Tile: the part of a whole tensor that tensor parallelism left on this rank, before data
 parallelism cuts it further.
 
-A buffer packs tiles, so layouts, gathers over ``dp`` and reductions see ordinary tensors. Whoever
-speaks of the whole tensor (shapes, ``full_tensor``, norms, checkpoints, Muon) asks the tile:
+A buffer packs tiles, so layouts, gathers over ``dp`` and reductions see ordinary tensors. Code that
+needs the whole tensor (shapes, ``full_tensor``, norms, checkpoints, Muon) asks the tile:
 
     weight [8, 6], mesh dp=2 x tp=2, Shard(0) on tp (Colwise)      Shard(1) on tp (Rowwise)
 
@@ -12,9 +12,9 @@ speaks of the whole tensor (shapes, ``full_tensor``, norms, checkpoints, Muon) a
     tp 1   rows 4-7   --laid out-->  dp 0: rows 4-5                Replicate() on tp (norms): the
                                      dp 1: rows 6-7                whole tensor, the same on each
 
-Three DTensors show one parameter. ``seen`` is what the user made and forward computes with, over
-``tp`` (or over one mesh of all axes, replicated over ``dp``). The parameter at rest, its gradient
-and its optimizer states are over ``mesh``, the data-parallel axes and then those of the tile.
+A parameter has two meshes. ``seen`` is the mesh of the DTensor that the user made and forward
+computes with: ``tp``, or one mesh of all axes, replicated over ``dp``. The parameter at rest, its
+gradient and its optimizer states are on ``mesh``: the data-parallel axes, then those of the tile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tile:
     shape: tuple[int, ...]
     mesh: DeviceMesh  # the data-parallel axes, then those of the tile
     num_data_axes: int
-    seen: DeviceMesh  # of the DTensor that forward computes with
+    seen: DeviceMesh  # the mesh of the DTensor that forward computes with
     seen_placements: tuple[Placement, ...]
 
     @cached_property
@@ -59,7 +59,7 @@ class Tile:
 
     @cached_property
     def dims(self) -> tuple[int | None, ...]:
-        """By axis of the tile: the dimension that it cuts; None: its ranks hold the same."""
+        """For each axis of the tile, the dimension that it cuts; None: its ranks hold the same."""
         return tuple(getattr(placement, "dim", None) for placement in self.placements)
 
     @cached_property
@@ -81,13 +81,13 @@ class Tile:
 
     # ------------------------------------------------------------------ where it lies
 
-    def box_at(self, coordinate: tuple[int, ...]) -> Box:
+    def _box_at(self, coordinate: tuple[int, ...]) -> Box:
         """(offsets, sizes) of the tile at one coordinate of the tile's axes."""
         ranges = [self._range(dim, coordinate) for dim in range(len(self.shape))]
         return tuple(lo for lo, _ in ranges), tuple(hi - lo for lo, hi in ranges)
 
     def _range(self, dim: int, coordinate: tuple[int, ...]) -> tuple[int, int]:
-        """Along one dimension, cut by those axes that ``coordinate`` reaches."""
+        """[begin, end) along one dimension, cut by the first ``len(coordinate)`` axes."""
         chosen = [at for at in range(len(coordinate)) if self.dims[at] == dim]
         sizes, places = [self._sizes[at] for at in chosen], [coordinate[at] for at in chosen]
         return chunk_range(self.shape[dim], sizes, places)
@@ -95,13 +95,13 @@ class Tile:
     @cached_property
     def box(self) -> Box:
         """(offsets, sizes) of this rank's tile."""
-        return self.box_at(self._coordinate)
+        return self._box_at(self._coordinate)
 
     @cached_property
     def shapes(self) -> frozenset[tuple[int, ...]]:
         """The shapes of the tiles of all ranks; the first ranks may hold larger ones."""
-        every = itertools.product(*(range(size) for size in self._sizes))
-        return frozenset(self.box_at(coordinate)[1] for coordinate in every)
+        coordinates = itertools.product(*map(range, self._sizes))
+        return frozenset(self._box_at(coordinate)[1] for coordinate in coordinates)
 
     # ------------------------------------------------------------------ whole tensors
 
@@ -112,7 +112,7 @@ class Tile:
         return full
 
     def join(self, tile: Tensor) -> Tensor:
-        """The whole tensor of every rank's tile (collective over the axes that cut it)."""
+        """The whole tensor, from every rank's tile (collective over the axes that cut it)."""
         for at in reversed(range(len(self.dims))):
             dim, size, axis = self.dims[at], self._sizes[at], self._ranks.axes[self._own][at]
             if dim is None or size == 1:
@@ -127,59 +127,62 @@ class Tile:
             comm.all_gather(together, part, axis).wait()
             parts = together.view(tile.dtype).view(size, *padded.shape)
             pairs = zip(parts, lengths, strict=True)
-            tile = torch.cat([one.narrow(dim, 0, length) for one, length in pairs], dim)
+            tile = torch.cat([values.narrow(dim, 0, length) for values, length in pairs], dim)
         return tile
 
     # ------------------------------------------------------------------ as forward sees it
 
     def seen_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The DTensor of forward, as torch describes it."""
+        """The spec of the DTensor that forward computes with."""
         strides = torch.empty(self.shape, device="meta").stride()
         meta = TensorMeta(torch.Size(self.shape), strides, dtype)
         return DTensorSpec(self.seen, self.seen_placements, tensor_meta=meta)
 
     def local_gradient(self, grad: Tensor) -> Tensor:
-        """This rank's tile of a gradient of the seen DTensor, placed like it over the tile's axes
-        (collective where it was not, such as partial sums of norms). Partial sums over
-        data-parallel axes stay as they are: reducing these is the buffer's work."""
+        """This rank's tile of a gradient of the seen DTensor. Over the tile's axes the gradient is
+        placed like the weight, with a collective if needed (partial sums of norms). Partial sums
+        over data-parallel axes stay: the buffer reduces them."""
         assert isinstance(grad, DTensor)
         own = (self.mesh.mesh_dim_names or ())[self._own]
         names = self.seen.mesh_dim_names or ()
-        found = zip(names, self.seen_placements, grad.placements, strict=True)
-        wanted = tuple(mine if name in own else theirs for name, mine, theirs in found)
+        pairs = zip(names, self.seen_placements, grad.placements, strict=True)
+        wanted = tuple(weights if name in own else grads for name, weights, grads in pairs)
         if wanted != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
-        local = grad._local_tensor
-        return local.wait() if hasattr(local, "wait") else local
+        return comm.arrived(grad._local_tensor)
+
+
+def _own_axes(data: DeviceMesh, over: DeviceMesh) -> tuple[str, ...]:
+    """The axes of ``over`` that are not data-parallel."""
+    return tuple(n for n in over.mesh_dim_names or () if n not in (data.mesh_dim_names or ()))
 
 
 def tile_of(parameter: Tensor, mesh: DeviceMesh) -> Tile | None:
     """The tile of a DTensor parameter that is to be sharded over ``mesh``; None for a plain
-    tensor. ``tile_problem`` comes before."""
+    tensor. Call ``tile_problem`` first."""
     if not isinstance(parameter, DTensor):
         return None
-    over, data = parameter.device_mesh, mesh.mesh_dim_names or ()
-    own = tuple(name for name in over.mesh_dim_names or () if name not in data)
-    every = joined(mesh, over, own)
+    over = parameter.device_mesh
+    every = joined(mesh, over, _own_axes(mesh, over))
     return Tile(tuple(parameter.shape), every, mesh.ndim, over, tuple(parameter.placements))
 
 
 def replicated_tile(shape: tuple[int, ...], data: DeviceMesh, over: DeviceMesh) -> Tile | None:
-    """The tile of a tensor that lies over ``data`` and is the same on every rank of the other axes
-    of ``over``; None where there are none."""
-    known = data.mesh_dim_names or ()
-    own = tuple(name for name in over.mesh_dim_names or () if name not in known)
+    """The tile of a tensor that lies over ``data`` and is the same on all ranks of the other axes
+    of ``over``; None if ``over`` has no other axes."""
+    own = _own_axes(data, over)
     if not own:
         return None
     return Tile(shape, joined(data, over, own), data.ndim, over, (Replicate(),) * over.ndim)
 
 
 def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:
-    """Why a DTensor parameter cannot be sharded over ``mesh``, the same on every rank, or None."""
+    """The reason, the same on every rank, why a DTensor parameter cannot be sharded over ``mesh``,
+    or None."""
     over, data = parameter.device_mesh, mesh.mesh_dim_names
     what = f"'{name}' is a DTensor with {parameter.placements} on {over.mesh_dim_names}"
     if data is None or over.mesh_dim_names is None:
-        return f"{what}: name the axes of both meshes (mesh_dim_names), one for each kind"
+        return f"{what}: name the axes of both meshes (mesh_dim_names)"
     if any(placement.is_partial() for placement in parameter.placements):
         return f"{what}: no weight is a partial sum"
     if any(isinstance(placement, _StridedShard) for placement in parameter.placements):
@@ -187,16 +190,15 @@ def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:
     for axis, placement in zip(over.mesh_dim_names, parameter.placements, strict=True):
         if axis in data and not placement.is_replicate():
             return (
-                f"{what}: axis '{axis}' is data-parallel here and cuts it already, by torch's "
-                f"fully_shard perhaps. Expected Replicate(): pass parameters that are replicated "
-                f"over {data}"
+                f"{what}: axis '{axis}' is data-parallel here and cuts it already (perhaps by "
+                f"torch's fully_shard). Pass parameters that are replicated over {data}"
             )
     try:
         tile = tile_of(parameter, mesh)
     except (RuntimeError, KeyError, ValueError) as error:
         return (
-            f"{what}, which is no part of the mesh that {data} belongs to ({error}): make one mesh "
-            f"of all axes, init_mesh(dp=..., tp=...), and use mesh['dp'] and mesh['tp']"
+            f"{what}, but these axes and {data} belong to different meshes ({error}): make one "
+            f"mesh of all axes, init_mesh(dp=..., tp=...), and use mesh['dp'] and mesh['tp']"
         )
     assert tile is not None
     if any(0 in shape for shape in tile.shapes):

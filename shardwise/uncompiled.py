@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that torch.compile leaves alone. Hooks that gather or count, and operations of parameters at
-rest, run as written, between the graphs of what was compiled; operators run so inside a graph, each
-a node of it."""
+"""Keep code out of torch.compile. Hooks that gather or count, and operations on parameters at rest,
+run as written, between the compiled graphs. Operators run as written inside a graph, each as one
+node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def skip_frames(function: Any) -> None:
-    """Compile no frame of ``function``, nor of what it calls."""
+    """Compile no frame of ``function``, nor of the functions that it calls."""
     if hasattr(eval_frame, "_FrameExecStrategy"):  # not in every torch that we support
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -25,7 +25,7 @@ def skip_frames(function: Any) -> None:
 
 
 def uncompiled(hook: Function) -> Function:
-    """``hook`` (or a method), which is not traced with what it is a hook of (or called by)."""
+    """``hook`` (or a method) as a function that torch.compile does not trace."""
     skipped = _disable_dynamo(hook)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,13 +36,13 @@ def uncompiled(hook: Function) -> Function:
     return cast(Function, functools.update_wrapper(run, hook))
 
 
-# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
+# Not ``torch.library.custom_op``, which takes three times as much host time for each call.
 library = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Make the decorated function an operator in graphs, of results that share no memory with its
-    inputs; ``fake`` knows their shapes. Outside of a trace the function itself is called."""
+    """Make the decorated function an operator in graphs. Its results share no memory with its
+    inputs, and ``fake`` computes their shapes. Outside of a trace the function itself is called."""
 
     def register(function: Function) -> Function:
         name = schema.partition("(")[0]

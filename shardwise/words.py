@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for people: bytes, counts, FLOPs and seconds as they write them, ``80GiB`` as bytes, and
-tables of text; and what is wrong with a choice."""
+"""Text for people: bytes, counts, FLOPs and seconds as text, ``80GiB`` as a number, tables, and
+sentences about wrong values of settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flops_text(flops: float) -> str:
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> tuple[float, str]:
-    """The value in the largest unit of which there is at least one."""
+    """The value in the largest unit in which it is 1 or more."""
     value, step = float(value), 0
     while abs(value) >= base and step < len(units) - 1:
         value, step = value / base, step + 1
@@ -95,7 +95,8 @@ def _three_digits(value: float) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """A line for each row, its cells in columns; ``numbers``: all but the first stand on the right.
+    """A line for each row, with aligned columns. ``numbers``: all but the first column are aligned
+    on the right.
 
     >>> aligned([("a", "b"), ("1.00", "2")], numbers=True)
     ['a     b', '1.00  2']
@@ -112,7 +113,7 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
 
 
 def quoted(names: Sequence[str]) -> str:
-    """The first few of many names.
+    """The first four of many names, and the number of the rest.
 
     >>> quoted("ab"), quoted("abcdef")
     ("'a', 'b'", "'a', 'b', 'c', 'd' and 2 more")
@@ -126,32 +127,38 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flattened({"model": {"dim": 512}, "seed": 0})
     {'model.dim': 512, 'seed': 0}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        inside = isinstance(value, Mapping) and value
-        found |= flattened(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return found
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def bound_problems(
     settings: Any, least: float, *names: str, above: bool = False, whole: bool = False
 ) -> list[str]:
-    """A sentence for each field of ``settings`` that is no finite number of ``least`` or more
-    (``above``: more than that; ``whole``: an integer). A field may be None."""
+    """A sentence for each field of ``settings`` that is not a finite number of ``least`` or more
+    (``above``: more than ``least``; ``whole``: an integer). A field may be None."""
     bound = f"more than {least:g}" if above else f"{least:g} or more"
     bound = bound if whole else f"{bound}, and finite"
 
     def fits(value: Any) -> bool:
-        kind = type(value) is int or not whole
-        return kind and least <= value < math.inf and not (above and value == least)
+        if whole and type(value) is not int:
+            return False
+        return bool(least < value < math.inf if above else least <= value < math.inf)
 
     values = {name: getattr(settings, name) for name in names}
-    wrong = {name: one for name, one in values.items() if one is not None and not fits(one)}
-    return [f"{name}={one!r} must be {bound}" for name, one in wrong.items()]
+    return [
+        f"{name}={value!r} must be {bound}"
+        for name, value in values.items()
+        if value is not None and not fits(value)
+    ]
 
 
 def choice_problems(settings: Any) -> list[str]:
-    """A sentence for each field of a dataclass whose value is none of those that its type lists."""
+    """A sentence for each field of a dataclass with a value that its Literal type does not list."""
     return [
         f"{name}={getattr(settings, name)!r}: one of {', '.join(choices)}"
         for name, choices in _choices(type(settings)).items()  # type: ignore[arg-type]
@@ -160,8 +167,9 @@ def choice_problems(settings: Any) -> list[str]:
 
 
 def type_problems(settings: Any) -> list[str]:
-    """A sentence for each field of a dataclass whose value is not of the field's type: JSON gives
-    any. A whole number is a float too, and True is no number. Choices: see above."""
+    """A sentence for each field of a dataclass whose value has another type than the field, as
+    values from JSON may have. An int is a float too, and True is no number. Fields with a Literal
+    type are left to ``choice_problems``."""
     return [
         f"{name}={value!r} is a {type(value).__name__}: give {' or '.join(map(_word, kinds))}"
         for name, kinds in _kinds(type(settings)).items()  # type: ignore[arg-type]
@@ -185,7 +193,7 @@ def _word(kind: Any) -> str:
 
 @cache
 def _kinds(kind: type) -> dict[str, tuple[Any, ...]]:
-    """The types of each field that is no mere choice."""
+    """The types that each field allows, for fields without a Literal type."""
     unions, chosen = (Union, UnionType), _choices(kind)
     hints = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in chosen]
     return {n: get_args(hint) if get_origin(hint) in unions else (hint,) for n, hint in hints}

@@ -114,7 +114,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def warnings_come_again() -> None:
     """A test sees the warnings that the one before it has seen."""
-    notices._told.clear()
+    notices._warned.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -420,7 +420,7 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    notices._told.clear()
+    notices._warned.clear()
     with put_back():
         return _as_plain_values(fn(rank, world_size, *args))
 

@@ -360,7 +360,7 @@ def test_all_problems_are_told_at_once(rank: int, world_size: int) -> None:
 def test_placement_functions_may_ask_for_any_dimension(rank: int, world_size: int) -> None:
     """Flat buffers make it unnecessary: accepted, the model trains, and one line says so."""
     mesh = mesh_for("zero", world_size)
-    notices._told.clear()
+    notices._warned.clear()
 
     def columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.shape == (30, WIDTH) else None

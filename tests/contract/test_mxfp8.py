@@ -192,7 +192,7 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     with mock.patch.object(fp8_products, "native_problem", return_value=None):
         assert isinstance(group.matmul, fp8_products.Native), "where there is hardware for it"
     blocks = sw.Precision(weights="fp8_block")
-    notices._told.clear()
+    notices._warned.clear()
     with mock.patch.object(formats.logger, "warning") as told:
         for precision in (blocks, blocks, replace(blocks, products="emulated")):
             sw.fully_shard(nn.Linear(128, 128), mesh=mesh, precision=precision)

@@ -151,7 +151,7 @@ def test_a_slow_rank_is_waited_for(rank: int, world_size: int) -> None:
 
     def look() -> None:
         real()
-        waits = [wait for wait in list(lockstep._waits.values()) if wait.told]
+        waits = [wait for wait in list(lockstep._waits.values()) if wait.warned]
         if any("'Skipping'" in wait.ticket.purpose for wait in waits):
             store.add("looks after the warning", 1)
 
@@ -348,7 +348,7 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     assert "and rank 1 ran nothing" in message, message
     net.reset_iter_state()
     message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
-    assert "rank 1 ran 0 of them, nothing last" in message, message
+    assert "rank 1 ran 0 writes (the last: nothing)" in message, message
     shutil.rmtree(shared[0], ignore_errors=True)
 
 

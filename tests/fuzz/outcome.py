@@ -245,7 +245,7 @@ REFUSED = {
     "every gather encodes it": ["unshard alone settings late", "edit average snapshot"],
     "were computed and not reduced": ["reentrant", "calls tied peek"],
     "donated_buffer=False": ["compile"],
-    "and no backward has come to the forward that ran since": [
+    "and no backward has followed the last forward": [
         "freeze raise",
         "eval grad alone raise",
     ],

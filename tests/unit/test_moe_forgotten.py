@@ -24,7 +24,7 @@ HIDDEN = 8
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_told", set())
+    monkeypatch.setattr(notices, "_warned", set())
 
 
 def layer(**options: Any) -> MixtureOfExperts:

@@ -101,7 +101,7 @@ def test_a_tensor_with_one_owner_is_not_gathered_padded(rank: int, world_size: i
 def test_construction_is_checked(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     cut = world.cuts[0]
-    with pytest.raises(ValueError, match=r"'wide'.*pass shape"):
+    with pytest.raises(ValueError, match=r"'wide'.*pass a tensor of shape"):
         ShardedTensor(torch.zeros(99), cut)
     with pytest.raises(AssertionError, match="one entry per axis"):
         Cut(world.layout, 0, Ranks(world.mesh), (True, True))
