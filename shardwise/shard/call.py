@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a unit: what goes in, what comes out, and how backward finds its way back to
-it."""
+"""Call: one forward of a unit, its inputs and outputs, and the hooks that lead backward to it."""
 
 from __future__ import annotations
 
-import enum
 import functools
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -31,36 +29,26 @@ if TYPE_CHECKING:
 _sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-class CallState(enum.Enum):
-    """The state of one call of a unit."""
-
-    RUNNING = "running"  # its forward has begun
-    AWAITED = "awaited"  # its forward is over, and a backward may come
-    OPEN = "open"  # backward has entered it, and the gradients of its inputs are to come
-    DONE = "done"
-
-
 class Call:
     """One forward of a unit, as backward meets it again."""
 
     __slots__ = (
         *("__weakref__", "begun", "forward", "gated", "recorded"),
-        *("state", "swaps", "task", "unit", "weights"),
+        *("swaps", "task", "unit", "weights"),
     )
 
     def __init__(self, unit: Unit, weights: Any, recorded: bool, forward: int) -> None:
         self.unit = ref(unit)
-        self.weights = weights  # the versions of the weights that it computes with
-        self.recorded = recorded  # whether autograd records it, so that a backward can come
-        self.state = CallState.RUNNING
-        self.task = -1  # the backward that entered it last
-        self.swaps: Swaps = []  # of its inputs, while it runs
-        self.gated = False  # whether its inputs' gradients pass through a gate of ours
+        self.weights = weights  # the versions of the weights that this forward reads
+        self.recorded = recorded  # whether autograd records the call, so that a backward can come
+        self.task = -1  # the backward that entered the call last
+        self.swaps: Swaps = []  # of the inputs, while the call runs
+        self.gated = False  # whether gradients of inputs pass through ``InputsOfAWrappedModule``
         self.forward = forward  # the number of the root's forward; 0: made inside a backward
-        self.begun = _sequence_nr()  # nodes of the graph that come later are its own, or later ones
+        self.begun = _sequence_nr()  # nodes of the graph with this number or more came after
 
     def enters(self) -> bool:
-        """Whether the backward that runs now has not come to this call before."""
+        """Whether the backward that runs now comes to this call for the first time."""
         before, self.task = self.task, torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         return before != self.task
 
@@ -89,19 +77,20 @@ class Call:
         return map_tensors(gate, (args, kwargs), self.swaps)  # type: ignore[no-any-return]
 
     def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
-        """Tell the unit when the first gradient of an output comes; returns whether one can come.
+        """Call ``pre_backward`` of the unit when the first gradient of an output comes. Returns
+        whether a gradient can come. ``more``: tensors to watch beside the output.
 
-        Raises TypeError where no tensor is found and an object may hide one: its backward would
-        read weights that are no longer there.
+        Raises TypeError if no tensor is found and an object may hide one. The backward of such a
+        tensor would read weights that were released.
         """
         if isinstance(output, Tensor) and not more:
             return self._watch(output)
         watched, closed = False, []
-        for found in (*look_into(output, set()), *look_into(more, set())):
-            if isinstance(found, Tensor):
-                watched = self._watch(found) or watched
+        for item in (*look_into(output, set()), *look_into(more, set())):
+            if isinstance(item, Tensor):
+                watched = self._watch(item) or watched
             else:
-                closed.append(type(found).__name__)
+                closed.append(type(item).__name__)
         if closed and not watched:
             raise TypeError(
                 f"forward returned a {type(output).__name__} with a {closed[0]} inside, in which "
@@ -110,40 +99,39 @@ class Call:
         return watched
 
     def _watch(self, tensor: Tensor) -> bool:
-        if tensor.is_leaf:  # a weight itself: its own gradient tells, and a hook would stay on it
+        """Hook one output; returns whether a gradient can come to it."""
+        if tensor.is_leaf:  # a weight: its own gradient is reported, and a hook would stay on it
             return False
         if tensor.grad_fn._sequence_nr() < self.begun:  # type: ignore[union-attr]
-            return False  # of before: it was given in a container, which forward returns
+            return False  # made before this forward, which got it in a container and returns it
         tensor.register_hook(partial(_open, self))
-        # Autograd runs what came last first: all that this forward has recorded comes after the
-        # hook, also what leads to tensors that it left elsewhere (losses in a list).
+        # Autograd runs the node with the highest number first. So all nodes of this forward run
+        # after the hook, also the nodes of tensors that it left elsewhere (losses in a list).
         tensor.grad_fn._set_sequence_nr(_sequence_nr())  # type: ignore[union-attr,attr-defined]
-        sentinel.view_as(sentinel)  # takes this number: the gate of the next unit goes first
-        # Whoever writes to a view (x = linear(x); x += y) takes its node, and the hook, away. What
-        # the forward was given, and returns, has a base from before the gate's node.
+        sentinel.view_as(sentinel)  # takes this number, so that the gate of the next unit is higher
+        # An in-place operation on a view (x = linear(x); x += y) replaces its node, and the hook is
+        # lost. The base keeps its node. The base of an input that forward returns is older than
+        # the node of the gate, and is not hooked.
         base: Any = tensor._base
-        own = self.begun + self.gated
-        if base is not None and not base.is_leaf and base.grad_fn._sequence_nr() >= own:
+        first = self.begun + self.gated
+        if base is not None and not base.is_leaf and base.grad_fn._sequence_nr() >= first:
             base.register_hook(partial(_open, self))
         return True
 
 
 class Calls:
-    """The calls of one unit that are not done, by state.
+    """The calls of one unit that are not done, in one list for each state.
 
-    begin        RUNNING
-    end          RUNNING to AWAITED where a backward can come, else DONE
-    enter        any to OPEN where gradients go on to inputs, visible or hidden, else DONE
-    leave        any to DONE: the gradients of its inputs are on their way
-    forget       no longer counted among the awaited; a kept graph may still lead into one
-    stop         RUNNING and OPEN to DONE
+    running    forward has begun
+    awaited    forward is over, and a backward may come
+    open       backward has entered the call, and gradients of its inputs are still to come
     """
 
     def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
         self._modules = modules
-        self._begun = 0  # since the unit was at rest; a list of modules has several calls
+        self._begun = 0  # calls since the unit was at rest; a list of modules has several
         self.running: list[Call] = []
-        self.awaited: list[Call] = []  # counted, so the same on every rank
+        self.awaited: list[Call] = []  # the same number on every rank
         self.open: list[Call] = []
 
     def begin(self, call: Call) -> None:
@@ -152,49 +140,46 @@ class Calls:
         self.running.append(call)
 
     def end(self) -> Call | None:
-        """Take off the innermost call that runs; None where an exception has dropped it."""
+        """End the innermost call that runs, and return it. None: an exception has dropped it."""
         if not self.running:
             return None
         call = self.running.pop()
-        call.state = CallState.DONE
         put_back(call.swaps)
         return call
 
     @property
     def finished(self) -> bool:
-        """Whether none runs, and every module of a list has run."""
+        """Whether no call runs, and every module of a list has run."""
         return not self.running and self._begun % len(self._modules) == 0
 
     @property
     def outside(self) -> bool:
-        """Whether one runs that no backward has begun: a backward that comes now is inside it."""
+        """Whether a call runs that is no recomputation. A backward that comes now is inside it."""
         return any(call.forward for call in self.running)
 
     def wait_for(self, call: Call) -> None:
         """A backward of ``call`` may come."""
-        call.state = CallState.AWAITED
         self.awaited.append(call)
 
     def enter(self, call: Call, stays: bool) -> None:
-        """A backward has come to a call: the first, or one more over a kept graph. ``stays``: no
-        gate tells when it has left it again."""
+        """A backward has come to a call: the first one, or one more over a kept graph. The call
+        stays open until ``leave``, or, if ``stays``, until the end of that backward."""
         _remove(self.awaited, call)
-        call.state = CallState.OPEN if call.gated or stays else CallState.DONE
-        if call.state is CallState.OPEN:
+        if call.gated or stays:
             self.open.append(call)
 
     def leave(self, call: Call) -> None:
-        """The gradients of a call's inputs are on their way."""
-        _remove(self.open if call.state is CallState.OPEN else self.awaited, call)
-        call.state = CallState.DONE
+        """Autograd has computed the gradients of the inputs of a call."""
+        _remove(self.open if call in self.open else self.awaited, call)
 
     def forget(self, forwards: Container[int]) -> None:
-        """No backward is expected to come to the calls of these forwards of the root."""
+        """Expect no backward for the calls of these forwards of the root. (The graph may have been
+        kept, so that a backward can still enter them.)"""
         self.awaited = [call for call in self.awaited if call.forward not in forwards]
 
     def drop_dead(self, entering: bool) -> bool:
-        """Forget calls that an exception ended; whether any was running and none is left.
-        ``entering``: one more has begun just now."""
+        """Forget the calls that an exception ended. Returns whether any was running and none is
+        left. ``entering``: the stack has one call more, which begins or ends just now."""
         if not self.running:
             return False
         modules = [module for reference in self._modules if (module := reference()) is not None]
@@ -204,11 +189,9 @@ class Calls:
         return not self.running
 
     def stop(self) -> None:
-        """No call runs any more, and backward is in none."""
+        """No call runs any more, and backward is in no call."""
         while self.end() is not None:
             pass
-        for call in self.open:
-            call.state = CallState.DONE
         self.open, self._begun = [], 0
 
 
@@ -218,25 +201,27 @@ def _remove(calls: list[Call], call: Call) -> None:
 
 
 def _open(call: Call, grad: Tensor) -> None:
+    """The first gradient of an output of ``call`` has come."""
     unit = call.unit()
     if unit is None:
         raise RuntimeError(
             "backward came to a wrapped module that was deleted since its forward: its gradients "
-            "would reach nobody. Keep the model until backward is through"
+            "would be lost. Keep the model until backward is through"
         )
     unit.pre_backward(call)
 
 
 class InputsOfAWrappedModule(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward tells that the unit's backward computed them all.
-    Torch names the class where a module writes to its inputs in place: clone them first."""
+    """The gate of a call: the identity on its inputs. Its backward runs when the gradients of all
+    inputs have been computed. If a module writes to its inputs in place, the error of torch names
+    this class: the inputs must be cloned first."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, sentinel: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)  # an input that was not read has no gradient
-        # DTensors hand over tensors that are still on their way; a compiled graph (torch 2.13)
-        # loses the gradients of those.
+        # DTensors may pass on tensors whose collective is still under way. A compiled graph
+        # (torch 2.13) loses the gradients of such tensors.
         return tuple(map(comm.arrived, inputs))
 
     @staticmethod
@@ -244,59 +229,63 @@ class InputsOfAWrappedModule(torch.autograd.Function):
         unit = ctx.call.unit()
         if unit is not None:
             if ctx.call.enters() and any(grad is not None for grad in grads):
-                refuse_side_way(unit)  # frozen weights have no gradient that would tell
+                refuse_side_way(unit)  # frozen weights have no gradient that ``arrived`` would see
             unit.inputs_done(ctx.call)
         return (None, None, *grads)
 
     @staticmethod
     def jvp(ctx: Any, call: None, sentinel: None, *tangents: Tensor | None) -> Any:
-        return tuple(None if one is None else one.view_as(one) for one in tangents)
+        return tuple(None if t is None else t.view_as(t) for t in tangents)
 
 
-# A leaf behind every gate. A backward for all leaves comes to it, with nothing in hand; one for
-# chosen inputs (torch.autograd.grad) does not.
+# A leaf behind every gate, which gets no gradient. A backward for all leaves visits it; a backward
+# for chosen inputs (torch.autograd.grad) does not.
 sentinel = torch.zeros((), requires_grad=True)
 _SENTINEL = torch.autograd.graph.get_gradient_edge(sentinel).node
 
 
-def reaches_all_leaves() -> bool:
-    """Whether the backward that runs now is for all leaves of a graph with a gate in it."""
-    return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
-
-
 def calls_on_stack(modules: Sequence[nn.Module], frame: Any = None) -> int:
-    """How many calls of these modules run now, by Python's own stack (this thread's, or that which
-    ends in ``frame``). Walks all of it: for rare cases."""
-    found, frame = 0, frame or sys._getframe()
+    """How many calls of these modules run now, by the stack of this thread, or by the stack that
+    ends in ``frame``. Walks the whole stack: for rare cases."""
+    count = 0
+    for each in _stack(frame or sys._getframe()):
+        # "wrapped_method": the methods that torch's register_fsdp_forward_method makes.
+        if each.f_code is _CALL or each.f_code.co_name == "wrapped_method":
+            count += any(each.f_locals.get("self") is module for module in modules)
+    return count
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _stack(frame: Any) -> Iterator[Any]:
+    """The frames of a stack, from ``frame`` outwards."""
     while frame is not None:
-        # torch's register_fsdp_forward_method makes methods of that name.
-        if frame.f_code in _CALLS or frame.f_code.co_name == "wrapped_method":
-            found += any(frame.f_locals.get("self") is module for module in modules)
+        yield frame
         frame = frame.f_back
-    return found
-
-
-_CALLS = (nn.Module._call_impl.__code__,)
 
 
 def engine_on_stack(frame: Any) -> Any:
-    """The call of autograd's engine on the stack that ends in ``frame``, the innermost; or None."""
-    while frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
-    return frame
+    """The innermost call of autograd's engine on the stack that ends in ``frame``, or None."""
+    return next((each for each in _stack(frame) if each.f_code is _ENGINE), None)
 
 
-def asks_for_all() -> bool:
-    """Whether the backward that runs now was asked for all leaves, by the call of the engine on the
-    stack. Walks all stacks: for graphs without a gate."""
+def is_for_inputs(leaves: Iterable[Tensor]) -> bool:
+    """Whether the running backward is for chosen inputs, and for none of the parameters
+    ``leaves``."""
+    if torch._C._will_engine_execute_node(_SENTINEL):  # type: ignore[attr-defined]
+        return False  # a backward for all leaves of a graph with a gate
+    if any(map(will_come, leaves)):
+        return False
+    # Without a gate, only the arguments of the engine's call tell, on the stack of some thread.
     engines = map(engine_on_stack, [sys._getframe(), *sys._current_frames().values()])
     engine = next(filter(None, engines), None)
-    return engine is not None and not engine.f_locals["args"][3]
+    return engine is None or bool(engine.f_locals["args"][3])
 
 
 def will_come(*leaves: Tensor) -> bool:
-    """Whether the backward that runs now computes the gradients of parameters, or has them computed
-    later; not of those that were frozen since forward."""
+    """Whether the running backward computes the gradients of all these parameters, or delays them.
+    No gradient comes to a parameter that was frozen after forward."""
     return all(
         getattr(leaf, "delayed", False) or (leaf.requires_grad and is_wanted(leaf))
         for leaf in leaves
@@ -304,48 +293,50 @@ def will_come(*leaves: Tensor) -> bool:
 
 
 def recomputes_inside(unit: Unit) -> bool:
-    """Whether the backward that runs now will come to a reentrant checkpoint inside the unit whose
-    output it has just reached. Such a one starts a backward of its own: of the parameters that it
-    reads the graph knows nothing."""
+    """Whether the running backward, which has just reached an output of the unit, will come to a
+    reentrant checkpoint inside the unit. Such a checkpoint starts another backward, and the graph
+    of the running one does not contain the parameters that the checkpoint reads."""
     return any(type(node).__name__ == _REENTRANT for node in _behind([_node_now()], unit))
 
 
 def reads_on(unit: Unit) -> bool:
-    """Whether backward, which has just reached an output of the unit, may read its frozen weights
-    after the last gradient has come: where the graph leads out of the unit through no gate, to
-    inputs in an object that cannot be opened, in a closure, in an attribute."""
-    ours = set(map(id, unit.arrivals.leaves()))
-    kept = not any(group.comes_and_goes for group in unit.groups)
-    if kept or not ours or len(ours) == sum(len(group.items) for group in unit.groups):
+    """Whether backward, which has just reached an output of the unit, may read frozen weights of
+    the unit after the last gradient has come: if the graph leads out of the unit through no gate,
+    to inputs in an object that cannot be opened, in a closure, or in an attribute."""
+    inside = set(map(id, unit.arrivals.leaves()))
+    stays = not any(group.comes_and_goes for group in unit.groups)
+    if stays or not inside or len(inside) == sum(len(group.items) for group in unit.groups):
         return False
-    ours.add(id(sentinel))
+    inside.add(id(sentinel))
     for node in _behind([_node_now()], unit):
         leaf = getattr(node, "variable", None)
-        if isinstance(getattr(node, "call", None), Call) or not (leaf is None or id(leaf) in ours):
+        is_gate = isinstance(getattr(node, "call", None), Call)
+        if is_gate or not (leaf is None or id(leaf) in inside):
             return True
     return False
 
 
 @functools.wraps(torch.autograd.graph._engine_run_backward)  # type: ignore[attr-defined]
 def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's own, for ``backward`` and ``torch.autograd.grad``. Raises where this was asked for
-    parameters at rest: forward computed with whole ones, so no graph knows these. And where
-    ``torch.autograd.grad`` was asked for whole ones, outside of every forward and backward (an
-    inner loop of a module, and checkpoints of others, ask for them inside): nothing reduces it."""
+    """torch's function behind ``backward`` and ``torch.autograd.grad``. Raises if gradients of
+    parameters at rest are asked for: forward reads the whole parameters, so no graph contains
+    those at rest. Raises too if ``torch.autograd.grad`` asks for whole parameters outside of every
+    forward and backward, where nothing would reduce the gradient. (Inside, the inner loop of a
+    module and checkpoints of others ask for them.)"""
     inputs = args[3] or ()
-    asked = {id(one) for one in inputs if isinstance(one, ShardedTensor)}
-    roots = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
-    leaves = (getattr(node, "variable", None) for node in _behind(roots if asked else []))
-    wholes = [one for one in leaves if isinstance(one, Whole) and id(one._at_rest) in asked]
+    at_rest = {id(tensor) for tensor in inputs if isinstance(tensor, ShardedTensor)}
+    roots = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
+    leaves = (getattr(node, "variable", None) for node in _behind(roots if at_rest else []))
+    refused = [leaf for leaf in leaves if isinstance(leaf, Whole) and id(leaf._at_rest) in at_rest]
     why = "parameters at rest, which no graph knows"
-    own = [one for one in inputs if isinstance(one, Whole)]
-    if own and not wholes and not kwargs.get("accumulate_grad") and not _inside_a_call():
-        wholes, why = own, "gathered parameters, whose gradient would be this rank's own"
-    if wholes:
-        names = f"{', '.join(one.name_here for one in wholes[:4])}{', ...' if wholes[4:] else ''}"
+    whole = [tensor for tensor in inputs if isinstance(tensor, Whole)]
+    if whole and not refused and not kwargs.get("accumulate_grad") and not _inside_a_call():
+        refused, why = whole, "gathered parameters, whose gradient would be this rank's own"
+    if refused:
+        names = ", ".join(leaf.name_here for leaf in refused[:4]) + (", ..." if refused[4:] else "")
         raise RuntimeError(
             f"torch.autograd.grad or backward(inputs=...) asks for {names} of unit "
-            f"{wholes[0]._group.label}, {why}. Call backward() without inputs=, "
+            f"{refused[0]._group.label}, {why}. Call backward() without inputs=, "
             f"requires_grad_(False) on what shall have no gradient, and read .grad"
         )
     return _engine_run(outputs, *args, **kwargs)
@@ -354,15 +345,13 @@ def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _inside_a_call() -> bool:
     """Whether a backward runs, or the forward of a wrapped module. Walks the stack: for rare
     cases."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code in _CALLS and "_shardwise_unit" in vars(frame.f_locals["self"]):
-            return True
-        frame = frame.f_back
+    calls = (frame for frame in _stack(sys._getframe()) if frame.f_code is _CALL)
+    if any("_shardwise_unit" in vars(call.f_locals["self"]) for call in calls):
+        return True
     return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
 
 
-# Hooks of a backward that a compiled function calls are no part of it.
+# When a compiled function calls backward, torch.compile must not trace the hooks of that backward.
 skip_frames(_run_backward)
 _engine_run = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
 _ENGINE = _engine_run.__code__
@@ -371,13 +360,13 @@ for _place in (torch.autograd.graph, torch.autograd):
 
 
 def _behind(waiting: list[Any], until: Unit | None = None) -> Iterator[Any]:
-    """The given nodes and all behind them, as far as the gates of the inputs of ``until``."""
+    """The given nodes and all nodes behind them, as far as the gates of ``until``."""
     seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
         call = getattr(node, "call", None)
         if node in seen or (isinstance(call, Call) and call.unit() is until):
-            continue  # what is behind the gate of its inputs is not inside
+            continue  # nodes behind a gate of the unit are outside of it
         yield node
         seen.add(node)
         waiting += [behind for behind, _ in node.next_functions]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors inside what a forward is given and returns: containers, dataclasses, objects."""
+"""Containers: tensors inside the arguments and results of a forward (in lists, objects, ...)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# (a container, the one that a forward has in its place or itself, what lies in that one, what had
-# been there by id of what was put there), in order
+# (a container that was given to a forward, the container that forward got: a copy or the same, the
+# items of that container at first, the former item by the id of the new one), in order
 Swaps = list[tuple[Any, Any, list[tuple[Any, Any]], dict[int, Any]]]
 
 
@@ -51,8 +51,8 @@ def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _slots(value: Any) -> list[str]:
-    found = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    names = [name for one in found for name in ([one] if isinstance(one, str) else one)]
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     return [name for name in names if not name.startswith("__")]
 
 
@@ -62,11 +62,11 @@ _CLOSED = (FunctionType, BuiltinFunctionType, MethodType, GeneratorType, partial
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, swaps: Swaps | None = None) -> Any:
-    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing.
+    """``value`` with every floating-point tensor inside cast to ``dtype``; None changes nothing.
 
-    Containers are copied: a checkpoint inside a forward keeps one, and recomputes with its casts
-    when the forward is over. With ``swaps``, ``put_back`` writes to the given ones what was written
-    to the copies.
+    Containers are copied, because a checkpoint inside the forward keeps its container and reads the
+    casts when it recomputes, after the forward. With ``swaps``, ``put_back`` repeats on the given
+    containers what the forward has written to the copies.
     """
     if dtype is None:
         return value
@@ -82,13 +82,14 @@ def map_tensors(
     *,
     in_place: bool = True,
 ) -> Any:
-    """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
+    """Apply ``change`` to every tensor inside nested containers, dataclasses and registered
+    pytrees.
 
-    What holds nothing changed is returned as it is, the same object. What holds something is
-    copied; with ``swaps`` and ``in_place``, lists, dicts, deques and dataclasses are changed in
-    place until ``put_back``: a forward may write to those that it was given (a cache, a list of
-    losses). What it sets as attributes of a registered pytree's copy is written back. ``around``:
-    the ids of the containers around it, which may be in it again.
+    A container without changes is returned as the same object. A container with changes is copied.
+    But with ``swaps`` and ``in_place``, lists, dicts, deques and dataclasses are changed in place
+    until ``put_back``, because a forward may write to its arguments (a cache, a list of losses).
+    Attributes that a forward sets on the copy of a registered pytree are written back. ``around``:
+    the ids of the containers around ``value``, which it may contain again.
     """
     again = partial(map_tensors, change, swaps=swaps, in_place=in_place)
     if isinstance(value, Tensor):
@@ -99,8 +100,9 @@ def map_tensors(
         return value if all(map(is_, items, value)) else kind(items)
     if value is None or kind in (int, float, bool, str) or id(value) in around:
         return value
-    if not in_place and (held := [held for given, held, *_ in swaps or () if given is value]):
-        return held[0]  # given twice
+    copies = () if in_place else [held for given, held, *_ in swaps or () if given is value]
+    if copies:
+        return copies[0]  # the container was given twice
     around += (id(value),)
     if kind in _WRITABLE or dataclasses.is_dataclass(kind):
         pairs = [(key, old, again(old, around=around)) for key, old in _items(value)]
@@ -114,25 +116,26 @@ def map_tensors(
             before = {id(new): old for _, old, new in changed}
             swaps.append((given, value, _items(value), before))
         return value
-    leaves, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+    leaves, spec = tree_flatten(value, is_leaf=lambda inner: inner is not value)
     if len(leaves) == 1 and leaves[0] is value:
         return value  # nothing that torch knows how to open
     items = [again(leaf, around=around) for leaf in leaves]
     if all(map(is_, items, leaves)):
         return value
-    made = tree_unflatten(items, spec)
+    copied = tree_unflatten(items, spec)
     if swaps is not None:
-        swaps.append((value, made, _items(made), dict(zip(map(id, items), leaves, strict=True))))
-    return made
+        before = dict(zip(map(id, items), leaves, strict=True))
+        swaps.append((value, copied, _items(copied), before))
+    return copied
 
 
 def put_back(swaps: Swaps) -> None:
-    """Undo changes in place, of what is still there; what somebody has written since stays, and
-    what somebody has written to a copy is written to the given container."""
+    """Undo the changes in place, except where a forward has written since. Repeat on the given
+    containers what the forward has written to their copies."""
     while swaps:
-        given, held, began, before = swaps.pop()
+        given, held, first, before = swaps.pop()
         if held is not given:
-            _write_back(given, held, began, before)
+            _write_back(given, held, first, before)
             continue
         for key, item in _items(held):
             if id(item) in before:
@@ -140,20 +143,20 @@ def put_back(swaps: Swaps) -> None:
 
 
 def _write_back(
-    given: Any, held: Any, began: list[tuple[Any, Any]], before: dict[int, Any]
+    given: Any, held: Any, first: list[tuple[Any, Any]], before: dict[int, Any]
 ) -> None:
-    """Write to ``given`` what was written to ``held``, its copy, which ``began`` with these."""
+    """Repeat on ``given`` what was written to its copy ``held``, whose items were ``first``."""
     now = _items(held)
     if isinstance(given, (list, deque)):
-        if [id(item) for _, item in now] != [id(item) for _, item in began]:
+        if [id(item) for _, item in now] != [id(item) for _, item in first]:
             given.clear()
             given.extend(before.get(id(item), item) for _, item in now)
         return
-    first = dict(began)
+    removed = dict(first)
     for key, item in now:
-        if first.pop(key, held) is not item:
+        if removed.pop(key, held) is not item:
             _set(given, key, before.get(id(item), item))
-    for key in first:  # taken out
+    for key in removed:
         given.pop(key, None) if isinstance(given, dict) else delattr(given, key)
 
 
@@ -165,14 +168,14 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(container))
     if isinstance(container, dict) and not dataclasses.is_dataclass(container):
         return list(container.items())
-    names = [*getattr(container, "__dict__", ()), *_slots(container)]  # some may have no value yet
+    names = [*getattr(container, "__dict__", ()), *_slots(container)]  # a slot may have no value
     return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
 
 
 def _set(container: Any, key: Any, item: Any) -> None:
     if isinstance(container, dict) and dataclasses.is_dataclass(container):
-        setattr(container, key, item)  # transformers' outputs hold each value twice
+        setattr(container, key, item)  # outputs of transformers hold each value twice
     elif isinstance(container, (list, deque, dict)):
         container[key] = item
     else:
-        object.__setattr__(container, key, item)  # also where it is frozen
+        object.__setattr__(container, key, item)  # works for frozen dataclasses too

@@ -5,16 +5,15 @@ One microbatch of one group, and what is alive:
 
     param.grad  --pack-->  packed (wire dtype, whole)  --reduce-scatter-->  main grad (fp32, shard)
 
-Where gradients wait for later microbatches before they are reduced:
+The buffers in which gradients wait for later microbatches before they are reduced:
 
     partial    whole and unreduced: zero(0), zero(1), or without gradient sync
     inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
 
-Over an axis of replicas gradients are all-reduced, but for those that an optimizer divides between
-the replicas (``Version.divisions``): these go to the replica that works on them, and only it
-shows them.
+Over an axis of replicas gradients are all-reduced. Gradients that an optimizer divides between the
+replicas (``Version.divisions``) are sent only to the replica that works on them, which shows them.
 
-Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
+The reduction over an axis divides every contribution by the size of the axis, exactly once.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class Gradients:
     """The gradients of one group, from autograd to the optimizer."""
 
     def __init__(self, group: Group) -> None:
-        """Built again for each main weight of a group, which is not kept."""
+        """Made again for each new main weight of the group. Does not keep the group alive."""
         self.as_computed = group.precision.gradients == "computed"
-        for one in group.sharded if self.as_computed else ():
-            one.grad_dtype = None  # any
+        for sharded in group.sharded if self.as_computed else ():
+            sharded.grad_dtype = None  # any
         self.placements, self.main_weight = group.placements, group.main
         self.sharded, self.unsharded = group.sharded, group.unsharded
         self.main = MainGrad(group.main, group.sharded, pin=group.pin)
@@ -59,48 +58,48 @@ class Gradients:
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
         self.sum_only = False  # sum on the wire and divide after, never in one pass
-        self.label = ""  # the group's, for messages
-        # By parameter, whether a gradient came in this backward; empty where it reduced nothing.
+        self.label = ""  # of the group, for messages
+        # By parameter: whether a gradient came in this backward. Empty: nothing was reduced.
         self.came: list[bool] = []
-        # The same, counting earlier microbatches whose gradients waited for this reduction.
+        # The same, where gradients that waited for this reduction count too.
         self.brought: list[bool] = []
-        self._waited: set[int] = set()  # the parameters whose microbatches began to wait
+        self._waited: set[int] = set()  # the parameters whose gradients began to wait
         self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
-        self.unwanted: bool = False  # a backward for inputs alone: kernels write aside
-        self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
-        self._final = True  # whether no later backward adds to them, as far as the user says
-        self.last = True  # whether they go all the way to the main grad
+        self.unwanted: bool = False  # a backward for inputs alone: kernels write to spare memory
+        self.keep = False  # whether gradients of this microbatch wait, unreduced, for a later one
+        self._final = True  # whether this microbatch is the last, as the user has said
+        self.last = True  # whether the gradients are reduced as far as the main grad
         self.source: Source = CACHING
-        # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
+        # Called when a kernel has written the gradient of one parameter.
         self.on_written: Callable[[int], None] = lambda index: None
-        # Called when one says that its gradient will come later, perhaps after this backward.
+        # Called when the gradient of one parameter is delayed, perhaps until after this backward.
         self.on_delayed: Callable[[int], None] = lambda index: None
         for index, parameter in enumerate(self.unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}
-        # Buffers are made when first used; None costs nothing for frozen groups.
+        # Buffers are made when first used, so frozen groups have none.
         self._packed: Buffer | None = None
         self._partial: Buffer | None = None
         self._inner: Buffer | None = None
-        self._views: dict[int, list[Tensor]] = {}  # by id, of whole buffers
-        self._open: Buffer | None = None
-        self._open_fresh = True
-        self._written: set[int] = set()  # asked for membership only, never iterated
-        self._in_flight = False
-        self._stamp: Any = None
+        self._views: dict[int, list[Tensor]] = {}  # by the id of a whole buffer
+        self._open: Buffer | None = None  # the buffer in which this microbatch is summed
+        self._open_fresh = True  # whether the contents of that buffer were undefined
+        self._written: set[int] = set()  # the parameters whose gradient a kernel has written there
+        self._in_flight = False  # whether a reduction of this group is under way
+        self._stamp: Any = None  # main.state when gradients began to wait; None: none wait
 
     def take_over(self, before: Gradients) -> None:
-        """Go on where ``before`` ended: the same parameters, in memory of another dtype or device.
-        ``.grad`` of each was converted with it."""
+        """Continue ``before``: the same parameters in memory of another dtype or device. ``.grad``
+        of each parameter has been converted already."""
         self.divisor, self.sum_only, self.label = before.divisor, before.sum_only, before.label
         for name in ("_partial", "_inner"):
             old = getattr(before, name)
             if old is not None and old.block.live:
                 dtype = self.main_weight.dtype
-                made = self._buffer(dtype, "grad_accumulator", old.placements)
-                made.block.acquire(CACHING)
-                made.flat.copy_(old.flat)
-                setattr(self, name, made)
+                new = self._buffer(dtype, "grad_accumulator", old.placements)
+                new.block.acquire(CACHING)
+                new.flat.copy_(old.flat)
+                setattr(self, name, new)
         if before._waited:
             self._waited, self._stamp = before._waited, self.main_weight.state
             self.main_weight.version.waiting = before.main_weight.version.waiting
@@ -108,8 +107,9 @@ class Gradients:
     # ------------------------------------------------------------------ where gradients go
 
     def begin(self, *, sync: bool, last: bool, zeros: bool, unwanted: bool = False) -> None:
-        """A backward starts: will its gradients be reduced, and all the way? ``zeros``: parameters
-        without a gradient show zeros. ``unwanted``: it is for inputs alone."""
+        """A backward begins. ``sync``: reduce its gradients. ``last``: reduce as far as the main
+        grad. ``zeros``: parameters without a gradient show zeros. ``unwanted``: the backward is for
+        inputs alone."""
         self.shows_zeros, self.unwanted = zeros, unwanted
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
@@ -118,13 +118,13 @@ class Gradients:
         self._drop_waiting()
 
     def count_waiting(self) -> None:
-        """No backward comes: what is reduced is what waits."""
+        """No backward comes: only the gradients that wait will be reduced."""
         waiting = self.main_weight.version.waiting
         self.came = self.brought = [index in waiting for index in range(len(self.unsharded))]
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
-        """The memory for one parameter's gradient in this microbatch, and whether it is
-        undefined; memory of its own where nobody wants it."""
+        """The memory for the gradient of one parameter in this microbatch, and whether its contents
+        are undefined. Spare memory, if the gradient is unwanted."""
         if self.unwanted:
             shape = self.layout.items[index].shape
             return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
@@ -135,7 +135,7 @@ class Gradients:
         return views[index], self._open_fresh and index not in self._written
 
     def mark_written(self, index: int) -> None:
-        """A kernel brings this parameter's gradient in this microbatch."""
+        """A kernel has defined the gradient of one parameter in this microbatch."""
         if not self.unwanted:
             self._written.add(index)
 
@@ -147,13 +147,13 @@ class Gradients:
         return self._open
 
     def _choose(self) -> tuple[Buffer, bool]:
-        """Which buffer this microbatch is summed in, and whether its contents are undefined."""
+        """The buffer in which this microbatch is summed, and whether its contents are undefined."""
         if self.keep or (self._partial is not None and self._partial.block.live):
             dtype = self.main_weight.dtype
             self._partial = self._partial or self._buffer(dtype, "grad_accumulator")
             return self._partial, not self._partial.block.live
         main_fresh = self.main.fresh
-        # Nothing is scattered and nothing cast: sum in the main grad itself and reduce it in place.
+        # If nothing is scattered or cast, sum in the main grad itself and reduce it in place.
         unscattered = self.ranks.num_shards(self.placements.main) == 1
         if (
             unscattered
@@ -170,30 +170,33 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of earlier microbatches wait to go the rest of their way."""
+        """Whether gradients of earlier microbatches wait to be reduced, or reduced further."""
         return self._inner_waits or (self._partial is not None and self._partial.block.live)
 
     @property
     def _inner_waits(self) -> bool:
-        """Whether earlier microbatches wait, reduced over the inner axes, for the outer ones."""
+        """Whether gradients of earlier microbatches were reduced over the inner axes, and wait to
+        be reduced over the outer axes."""
         return self._inner is not None and self._inner.block.live
 
     @property
     def _alone(self) -> bool:
+        """Whether a gradient needs no reduction: there is one rank, and no divisor."""
         return all(size == 1 for size in self.ranks.sizes) and self.divisor is None
 
     def _buffer(
         self, dtype: torch.dtype, kind: str, placements: Sequence[Placement] | None = None
     ) -> Buffer:
-        """A buffer without memory; ``placements``: None for whole, unreduced gradients."""
+        """A buffer without memory. ``placements``: None for whole, unreduced gradients."""
         placements = placements or (PARTIAL,) * len(self.ranks.sizes)
         buffer = Buffer(self.layout, self.ranks, placements, dtype, self.device, kind)
         buffer.block.release(CACHING)
-        buffer.block.moved = partial(self._views.pop, id(buffer), None)  # they are made anew
+        buffer.block.moved = partial(self._views.pop, id(buffer), None)  # to be made again
         return buffer
 
     def _source_of(self, buffer: Buffer) -> Source:
-        """Only the packed gradients come and go within one backward; the others outlive it."""
+        """The source of the memory of a buffer. Only packed gradients are freed within the
+        backward that makes them."""
         return self.source if buffer is self._packed else CACHING
 
     def _views_of(self, buffer: Buffer) -> list[Tensor]:
@@ -207,8 +210,8 @@ class Gradients:
     # ------------------------------------------------------------------ one microbatch
 
     def reduce(self, runtime: Flow) -> None:
-        """Take the gradients of this microbatch as far as ``begin`` said."""
-        # Room first: this one's buffer and those in flight are never more than the limit.
+        """Reduce the gradients of this microbatch as far as ``begin`` has set."""
+        # Free memory first: the reductions under way and this one must not exceed the limit.
         runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
         last = self.last
         if self.as_computed and self._take_computed():
@@ -232,22 +235,25 @@ class Gradients:
             self.main.ready(unused=target is not self.main.buffer)
         elif last and target is not self.main.buffer:
             self.main.repaired()
-        for axis in self.ranks.axes if last else ():  # one that forgot zero_grad() is found so
+        for axis in self.ranks.axes if last else ():  # finds a rank that forgot zero_grad()
             note = "begins anew" if fresh else "adds to earlier gradients"
             axis.journal.add(SETTINGS, f"a backward of {self.label} that {note}")
         self._in_flight = True
-        collectives = self._reduction(runtime, target, last, fresh)
+        held: list[Tensor] = []
+        collectives = self._reduction(runtime, target, last, fresh, held)
         # Replicas that divide matrices split a step into two collectives.
         number = len(self._steps[last]) * (2 if self.main.divisions else 1)
-        runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
+        finish = partial(self._finish, runtime, target, last, held)
+        runtime.launch(collectives, number, finish, self.label)
         if last and self.main.buffer is not None and runtime.lanes.asynchronous:
-            # Who adds to gradients meanwhile (autograd, for a penalty on weights at rest) waits.
+            # Make other writers wait: autograd may add the gradient of a penalty on weights.
             done = runtime.lanes.mark("outer")
             self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
 
     def _take_computed(self) -> bool:
-        """Take the gradients as autograd computed them, without a copy, where that is all: this
-        rank has every parameter whole, and this backward brought each a gradient of its own."""
+        """Take the gradients as autograd computed them, without a copy. Possible if this rank has
+        every parameter whole, nothing else is to be added, and each parameter got a gradient.
+        Returns whether they were taken."""
         main = self.main_weight
         whole = self._alone and all(one.cut.tile is None for one in self.sharded)  # type: ignore[attr-defined]
         if not (whole and self._final and self.device == main.flat.device) or self.keep:
@@ -265,18 +271,18 @@ class Gradients:
         return True
 
     def _leave_to_holders(self, target: Buffer) -> None:
-        """Leave this rank's own sum to who has kept ``main_grad``, and reduce a copy of it."""
+        """If a user holds ``main_grad``, leave the sum of this rank there, and reduce a copy."""
         if target is not self.main.buffer and self._is_kept(target):
-            mine = target.flat.detach()
+            unreduced = target.flat.detach()
             target.block.leave()
-            target.flat.copy_(mine)
+            target.flat.copy_(unreduced)
 
     def _is_kept(self, buffer: Buffer) -> bool:
-        """Whether somebody keeps ``main_grad`` of a parameter."""
+        """Whether a user holds ``main_grad`` of a parameter."""
         return bool(buffer.block.own) and buffer.block.lent(self._views_of(buffer)) > 0
 
     def _release(self, buffer: Buffer) -> None:
-        """Give the memory back, or leave it to who keeps ``main_grad``."""
+        """Give the memory back, or leave it to a user who holds ``main_grad``."""
         if buffer.block.live and self._is_kept(buffer):
             buffer.block.leave()
         buffer.block.release(self._source_of(buffer))
@@ -290,11 +296,11 @@ class Gradients:
         return exact and self.wire_dtype in (main, grad.dtype)
 
     def _pack(self, target: Buffer) -> None:
-        """Bring the grads that autograd left into ``target``, in one pass over all of them."""
+        """Bring the gradients that autograd has left into ``target``, in one pass over all."""
         views = self._views_of(target)
         into, values = [], []
         self.came = [True] * len(self.unsharded)
-        with torch._C.DisableTorchFunctionSubclass():  # a question for each attribute otherwise
+        with torch._C.DisableTorchFunctionSubclass():  # faster: no dispatch for each attribute
             grads = list(map(AUTOGRADS.__get__, self.unsharded))
             for parameter in self.unsharded:
                 AUTOGRADS.__set__(parameter, None)
@@ -318,9 +324,10 @@ class Gradients:
             combine(into, values)
 
     def _reduction(
-        self, runtime: Flow, target: Buffer, last: bool, fresh: bool
+        self, runtime: Flow, target: Buffer, last: bool, fresh: bool, held: list[Tensor]
     ) -> Iterator[comm.Pending]:
-        """Issue the collectives one after another; the caller waits between them."""
+        """Issue the collectives one after another. The caller waits for each. ``held``: a list for
+        tensors that must live until the reduction is done."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
         planned = self._steps[last]
@@ -329,10 +336,10 @@ class Gradients:
         divisors = self._divisors(planned)
         for position, (axis, scatter, outer) in enumerate(planned):
             if outer and lane == "reduce":
-                if inner_live:  # the earlier microbatches join before the outer reduction
+                if inner_live:  # add the earlier microbatches before the outer reduction
                     with lanes.on("reduce"):
                         current = self._join_inner(current)
-                    runtime.hold(current)
+                    held.append(current)  # the outer lane reads it
                     inner_live = False
                 lane = "outer"
                 lanes.join("outer", "reduce")
@@ -341,13 +348,13 @@ class Gradients:
                 divisor = divisors[position]
                 on_wire = None if self.sum_only else divisor
                 if scatter:
-                    # In place, where it need not go on.
+                    # In place, unless the result can go to the main grad at once.
                     whole, current = current, current.view(link.size, -1)[link.rank]
                     if position == len(planned) - 1 and fresh and main is not None:
                         alike = (main.dtype, main.flat.device) == (current.dtype, current.device)
                         current = main.flat if alike else current
                     yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
-                elif self.main.divisions:  # some go to one replica alone
+                elif self.main.divisions:  # some gradients are sent to one replica only
                     yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
                 else:
                     yield comm.all_reduce(current, link, divisor=on_wire)
@@ -361,28 +368,30 @@ class Gradients:
             self._store(current, last, fresh)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
-        """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
+        """(axis, whether it scatters, whether it runs in the last microbatch only), in order."""
         grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
         inside = steps((PARTIAL,) * len(grad), grad)
         outside = steps(grad, main) if last else ()
-        # With no sharded axis inside, nothing "waited": it is all one reduction.
-        found = [(axis, there == SHARD, False) for axis, _, there in inside]
-        found += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
-        return [step for step in found if sizes[step[0]] > 1]
+        planned = [(axis, there == SHARD, False) for axis, _, there in inside]
+        # If no axis is reduced in each microbatch, the whole reduction runs on one lane.
+        planned += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
+        return [step for step in planned if sizes[step[0]] > 1]
 
     def _divisors(self, planned: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
-        """Each axis averages over itself; a custom divisor is applied whole by the first."""
+        """The divisor of each step: the size of its axis. The first step applies a custom divisor,
+        also if it is an outer step (because the inner axes have one rank)."""
         if self.divisor is None:
             return [float(self.ranks.sizes[axis]) for axis, _, _ in planned]
-        # An outer step that comes alone (the inner axes have one rank) must divide itself.
         return [self.divisor if position == 0 else None for position in range(len(planned))]
 
     def _join_inner(self, current: Tensor) -> Tensor:
+        """The sum of this microbatch and those that wait for the outer reduction."""
         assert self._inner is not None
         total = self._inner.flat.add_(current)
         return total if total.dtype == current.dtype else total.to(current.dtype)
 
     def _store(self, value: Tensor, last: bool, fresh: bool) -> None:
+        """Put a reduced gradient into the main grad, or where it waits for later microbatches."""
         if last:
             assert self.main.buffer is not None
             into = self.main.buffer.flat
@@ -400,25 +409,22 @@ class Gradients:
         else:
             into.add_(value.to(into.device))
 
-    def _finish(self, runtime: Flow, target: Buffer, last: bool) -> Callable[[], None]:
-        """The function that runs once the reduction is done and the compute lane has waited for
-        it."""
-
-        def finish() -> None:
-            self._in_flight = False
-            if target is not self.main.buffer:
-                self._release(target)
-            if last:
-                if self.main.buffer is not None:
-                    self.main.buffer.version.reading = None  # the compute lane has waited
-                if self._inner is not None:
-                    self._inner.block.release(CACHING)
-                self._wait_no_more()
-                self._publish(runtime)
-
-        return finish
+    def _finish(self, runtime: Flow, target: Buffer, last: bool, held: list[Tensor]) -> None:
+        """The reduction is done, and the compute lane has waited for it."""
+        self._in_flight = False
+        held.clear()
+        if target is not self.main.buffer:
+            self._release(target)
+        if last:
+            if self.main.buffer is not None:
+                self.main.buffer.version.reading = None
+            if self._inner is not None:
+                self._inner.block.release(CACHING)
+            self._wait_no_more()
+            self._publish(runtime)
 
     def _publish(self, runtime: Flow) -> None:
+        """Show the gradients as ``.grad``, and call the hooks of the parameters."""
         hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
         if hooked:
             runtime.wait_on_host()  # hooks may read the gradients on the host
@@ -435,8 +441,8 @@ class Gradients:
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(
-                f"the main weights of {names} changed while gradients were still accumulating "
-                f"unreduced: the optimizer stepped before the last microbatch. {UNREDUCED}"
+                f"the main weights of {names} changed while their gradients waited to be reduced: "
+                f"the optimizer stepped before the last microbatch. {UNREDUCED}"
             )
 
     def unreduced(self) -> list[int]:
@@ -455,9 +461,9 @@ class Gradients:
             return [i for i, grad in enumerate(grads) if i in waiting or grad is not None]
 
     def discard(self) -> None:
-        """Forget all gradients, those that were accumulated too (``reset_iter_state``)."""
+        """Forget all gradients, also those that wait (``reset_iter_state``)."""
         for parameter in self.unsharded:
-            parameter.grad = None  # and that of the parameter at rest
+            parameter.grad = None  # of the parameter at rest too
             parameter._added = False
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
@@ -472,19 +478,20 @@ class Gradients:
         self.main_weight.version.waiting = set(self._waited)
 
     def _drop_waiting(self) -> None:
-        """Forget what waits for parameters whose ``.grad`` was dropped or set since then."""
+        """Forget the waiting gradients of parameters whose ``.grad`` was dropped or set."""
         waiting = self.main_weight.version.waiting
         dropped = self._waited - waiting
-        for buffer in (self._partial, self._inner) if dropped else ():
-            if buffer is None or not buffer.block.live:
-                continue
-            if not waiting:
+        if not dropped:
+            return
+        for buffer in (self._partial, self._inner):
+            if buffer is not None and buffer.block.live and not waiting:
                 self._release(buffer)
-            for index in sorted(dropped) if waiting else ():
-                buffer.view(index).zero_()
-        if dropped and waiting:
+            elif buffer is not None and buffer.block.live:
+                for index in sorted(dropped):
+                    buffer.view(index).zero_()
+        if waiting:
             self._waited = set(waiting)
-        elif dropped:
+        else:
             self._wait_no_more()
 
     def _wait_no_more(self) -> None:

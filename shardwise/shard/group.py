@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group: parameters alike in dtype, packed in one flat buffer, and the life of their weights.
+"""Group: parameters of one dtype and format in one flat buffer, and the life of their weights.
 
-    main      fp32, placements.main      the only truth; parameters at rest are DTensors over it
-    compute   bf16, placements.compute   kept only where making it anew from main would cost an
-                                         extra axis each time (hfsdp)
+    main      fp32, placements.main      the source of all others; parameters at rest are DTensors
+                                         over it
+    compute   bf16, placements.compute   kept only where making it again from main would take a
+                                         collective over one axis more each time (hfsdp)
     whole     bf16, all replicated       what forward and backward read, from gather to release
 
     zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|
     zero(1)   main |##|  --cast + all-gather, once per optimizer step---->  whole |########| kept
     zero(0)   main |########|  is the whole weight itself, where the dtypes agree
 
-A group knows nothing of modules. ``gather`` is the one place where a compute weight is made from
-the main weight, and it compares versions: whoever wrote the main weight (any optimizer, a
-checkpoint, an init), the next gather sees it.
+A group does not know modules. ``gather`` is the only place where a compute weight is made from the
+main weight. It compares versions, so the next gather sees every write to the main weight, by any
+optimizer, a checkpoint or an initialisation.
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ logger = logging.getLogger(__name__)
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
-    label = ""  # what others call it in messages, once its unit has a name
-    # Versions of the whole weights, and how often any was lent, when writes were last looked for.
+    label = ""  # the name in messages, once the unit has a name
+    # The versions of the whole weights, and ``Whole.loans``, when ``lost_writes`` was last called.
     _versions: Sequence[int] = ()
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
-    format: Format | None = None  # of the whole weights: in a dtype
+    format: Format | None = None  # of the whole weights; None: plain numbers of a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
-    movable = False  # whether copies may move: autograd saves views of whole weights in a dtype
-    # What the whole parameters show while their memory lives, and after its release: whoever still
-    # holds one reads NaN, and torch refuses a write, where there would be a segmentation fault.
+    movable = False  # whether copies may move: autograd saves no views of them
+    # What the whole parameters show while their memory lives, and after its release. Without
+    # ``_gone``, a read or a write after the release would be a segmentation fault. With it, a read
+    # gives NaN, and torch refuses a write.
     _views: Sequence[Tensor] = ()
     _gone: Sequence[Tensor] = ()
-    scratch: str | None = None  # what ``whole`` counts as where it is no more than that
-    # Whether backward will run forward once more; ranks that backward takes past it know it too.
+    scratch: str | None = None  # the kind of ``whole`` in the ledger, if it is only scratch memory
+    # Whether backward will run forward once more. The same on ranks whose backward skips the unit.
     reads_again = False
 
     def __init__(
@@ -76,7 +78,8 @@ class Group:
         offload: bool = False,
         pin: bool = False,
     ) -> None:
-        """``tiles``: of each parameter, where ``values`` are those of tensor parallelism."""
+        """``tiles``: the tile of each parameter of tensor parallelism; None for other
+        parameters."""
         self.layout, self.items = layout, layout.items
         self.ranks, self.placements = ranks, placements
         self.precision, self.device, self.offload, self.pin = precision, device, offload, pin
@@ -85,22 +88,16 @@ class Group:
         assert all(value.dtype == self.parameter_dtype for value in values)
         assert self.layout.num_shards == ranks.num_shards(placements.main)
         meta = any(value.is_meta for value in values)
-        self._build_main(
-            precision.main_dtype(self.parameter_dtype, any(v.requires_grad for v in values)),
-            torch.device("meta") if meta else self._home,
-        )
+        trained = [value.requires_grad for value in values]
+        main_dtype = precision.main_dtype(self.parameter_dtype, any(trained))
+        self._build_main(main_dtype, torch.device("meta") if meta else self._home)
         if not meta:
             for index, value in enumerate(values):
                 low, high, *_ = self.main.pieces[index]
                 self.main.view(index).view(-1).copy_(value.detach().reshape(-1)[low:high])
         self._build_compute()
-        self.sharded = [
-            self._sharded_parameter(index, value.requires_grad)
-            for index, value in enumerate(values)
-        ]
-        self.unsharded = [
-            self._whole_parameter(index, value.requires_grad) for index, value in enumerate(values)
-        ]
+        self.sharded = [self._sharded_parameter(*each) for each in enumerate(trained)]
+        self.unsharded = [self._whole_parameter(*each) for each in enumerate(trained)]
         self.gradients = Gradients(self)
         self._point_at_whole()
         self._rest()
@@ -116,34 +113,27 @@ class Group:
         return torch.device("cpu") if self.offload else self.device
 
     def _build_main(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.main = Buffer(
-            self.layout,
-            self.ranks,
-            self.placements.main,
-            dtype,
-            device,
-            "main",
-            pin=self.pin and device.type == "cpu",
-        )
-        self.main.flat.zero_()  # padding too: it is never read, but it is sent
+        pin, placements = self.pin and device.type == "cpu", self.placements.main
+        self.main = Buffer(self.layout, self.ranks, placements, dtype, device, "main", pin=pin)
+        self.main.flat.zero_()  # padding is never read, but it is sent
 
     def _build_compute(self) -> None:
-        """Choose which of the compute buffers exist; see the picture above."""
+        """Make the compute buffers that this group needs; see the picture above."""
         everywhere = (REPLICATE,) * len(self.placements.main)
-        # main's dtype follows .to(), .half() and friends; the policy is applied to what it is now.
+        # ``parameter_dtype`` follows .to() and .half(), so apply the policy to its present value.
         dtype = self.precision.compute_dtype(self.parameter_dtype)
         held_whole = self.ranks.num_shards(self.placements.main) == 1
         same = dtype == self.main.dtype and self.main.flat.device == self.whole_device
         self.aliased = held_whole and same and self.format is None
         self.persistent = SHARD not in self.placements.compute
         self.compute: Buffer | None = None
-        self._compute_filled: Any = None  # main.state when it was last filled from main
-        self._kept: Part | None = None  # of what backward reads
-        self._kept_in_use = False  # whether a gather under way sends it
+        self._compute_filled: Any = None  # main.state when ``compute`` was last filled from main
+        # 1/k of what backward reads. Alive but not filled: a gather under way sends it.
+        self._kept: Part | None = None
         self._gathers: list[comm.Pending] = []
         self._plan: GatherPlan | None = None
-        self._ready: Any = None
-        # main.state whose writers the gather lane has waited for; None: for none yet
+        self._ready: Any = None  # an event after the gather, for the compute lane to wait for
+        # The last main.state whose writers the gather lane has waited for.
         self.awaited: Any = None
         if self.aliased:
             self.whole, self.copies = self.main, [Gathered(self.main.block)]
@@ -167,7 +157,8 @@ class Group:
 
     def _sharded_parameter(self, index: int, requires_grad: bool) -> nn.Parameter:
         made: Any = self.main.dtensor(index, self.tiles[index]).requires_grad_(requires_grad)
-        made._is_param = True  # all that nn.Parameter() adds, which would make a second DTensor
+        # This is all that nn.Parameter() adds. A call of it would make a second DTensor.
+        made._is_param = True
         return made  # type: ignore[no-any-return]
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
@@ -195,12 +186,13 @@ class Group:
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``."""
         self._plan = None
-        if not self.whole.flat.is_meta:
-            self.show_whole()  # else no values yet, and no parameter moves there in place
+        if not self.whole.flat.is_meta:  # meta has no values, and no parameter can move there
+            self.show_whole()
 
     def show_whole(self) -> None:
+        """Show the memory of ``whole`` to the unsharded parameters."""
         self._views = [view.detach() for view in self.whole.views()]
-        if not self.whole.flat.is_meta:  # else there are no values to be gone, or shown again
+        if not self.whole.flat.is_meta:
             value = torch.nan if self.whole.dtype.is_floating_point else 0
             nothing = self.whole.flat.new_full((), value)
             self._gone = [nothing.expand(view.shape) for view in self._views]
@@ -209,13 +201,13 @@ class Group:
 
     @property
     def moved(self) -> bool:
-        """Whether parameters at rest are in other memory than the buffer, or at another's place."""
-        here = all(map(is_, map(_WRITES, self.sharded), repeat(self.main.version)))
-        return not here or list(map(_INDEX, self.sharded)) != [*range(len(self.sharded))]
+        """Whether parameters at rest lie in other memory than the buffer, or exchanged places."""
+        inside = all(map(is_, map(_WRITES, self.sharded), repeat(self.main.version)))
+        return not inside or list(map(_INDEX, self.sharded)) != [*range(len(self.sharded))]
 
     def adopt(self) -> None:
-        """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
-        buffer."""
+        """Move values that ``module.to(...)``, ``to_empty`` or ``half`` put into other memory into
+        a new buffer."""
         locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
         views = self.main.views()
         same = all(
@@ -225,7 +217,8 @@ class Group:
         if same and not self.main.flat.is_meta:
             return
         dtypes, devices = {new.dtype for new in locals_}, {new.device for new in locals_}
-        # Of a list of modules one moves after the other; whoever uses the group sees all of them.
+        # The modules of a list move one after the other. If some never move, the next use of the
+        # group raises.
         self.moved_apart = len(dtypes) > 1 or len(devices) > 1
         if self.moved_apart:
             return
@@ -241,9 +234,9 @@ class Group:
             self.parameter_dtype = next(iter(dtypes))
         version, was_meta = self.main.version, self.main.flat.is_meta
         self._build_main(dtypes.pop(), device)
-        # An optimizer that is there already goes on with its ranges.
+        # An optimizer that exists already keeps its division between replicas.
         self.main.version.divisions = version.divisions
-        self.main.version.count = version.count + 1  # other weights than a graph may know
+        self.main.version.count = version.count + 1  # other weights than those that a graph saved
         self.main.version.unsynced = version.unsynced or (was_meta and device.type != "meta")
         if device.type != "meta":
             for index, local in enumerate(locals_):
@@ -260,10 +253,10 @@ class Group:
         self._rest()
 
     def refuse_moved_apart(self) -> None:
-        """Raise where some parameters moved to another dtype or device, and others did not."""
+        """Raise if some parameters were moved to another dtype or device than others."""
         if self.moved_apart:
             pairs = zip(self.items, self.sharded, strict=True)
-            where = [f"'{item.name}' to {one.dtype} on {one.device}" for item, one in pairs]
+            where = [f"'{item.name}' to {moved.dtype} on {moved.device}" for item, moved in pairs]
             raise ValueError(
                 f"parameters of one group were moved to different dtypes or devices "
                 f"({', '.join(where)}); convert them together"
@@ -276,14 +269,14 @@ class Group:
             if not self.main.flat.is_meta:
                 parameter.copy_(value)
             elif not value.is_meta:
-                made = nn.Parameter(torch.empty_like(parameter, device=self._home).copy_(value))
-                carry_attributes(parameter, made)
-                made.requires_grad_(parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, made)  # as module.to_empty() does
+                loaded = nn.Parameter(torch.empty_like(parameter, device=self._home).copy_(value))
+                carry_attributes(parameter, loaded)
+                loaded.requires_grad_(parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, loaded)  # as module.to_empty() does
 
     def sync_initial_values(self) -> None:
-        """Values made after wrapping (meta device) may differ between replicas: take the
-        first's."""
+        """Copy the first replica's values to all replicas, if the values were made after wrapping
+        (meta device): they may differ."""
         if self.main.version.unsynced:
             self.main.version.unsynced = False
             for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
@@ -294,18 +287,20 @@ class Group:
 
     @property
     def pending(self) -> bool:
-        """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
+        """Whether a gather is under way, so that :meth:`wait` must come before a use."""
         return bool(self._gathers) or self._ready is not None
 
     def gather(self, runtime: Flow, phase: Reads = "forward") -> None:
-        """Begin to gather what ``phase`` reads, unless it is there. :meth:`wait` ends it."""
+        """Begin to gather what ``phase`` reads, if it is released or stale. :meth:`wait` ends the
+        gather."""
         self._gather(self._missing(phase), runtime)
 
     def _missing(self, phase: Reads) -> Sequence[Gathered]:
-        """The copies that ``phase`` reads and that are released, or older than main."""
+        """The copies that ``phase`` reads and that are released or stale."""
         return () if self.aliased else self._stale(self.copies)
 
     def _stale(self, copies: Iterable[Gathered]) -> list[Gathered]:
+        """The copies that are released, or older than main."""
         state = self.main.state
         return [copy for copy in copies if not copy.memory.live or copy.filled != state]
 
@@ -326,7 +321,7 @@ class Group:
                 part.memory.release(runtime.source)
             elif part is not None and part.whole in missing:
                 whole, mine = part.whole.memory.tensor, part.memory.tensor
-                self._gathers, self._kept_in_use = [comm.all_gather(whole, mine, part.axis)], True
+                self._gathers, part.filled = [comm.all_gather(whole, mine, part.axis)], None
                 rest = [copy for copy in missing if copy is not part.whole]
             if rest:
                 self._gathers += self._bring(rest, runtime)
@@ -337,7 +332,12 @@ class Group:
 
     def _bring(self, copies: Sequence[Gathered], runtime: Flow) -> list[comm.Pending]:
         """Issue the collectives that fill ``copies`` from main."""
-        source = self._source()
+        source = self.main
+        if self.compute is not None:
+            source = self.compute
+            if self._compute_filled != self.main.state:
+                self.main.gather(source).wait()
+                self._compute_filled = self.main.state
         if self._plan is None:
             self._plan = source.gather_plan(self.whole)
         return [self._plan.run()]
@@ -347,15 +347,15 @@ class Group:
         return self.copies[0]
 
     def _prepare(self, runtime: Flow) -> None:
-        """Make the gather lane wait for whoever wrote main last."""
+        """Make the gather lane wait for the last write to main."""
         state = self.main.state
         if self.awaited != state:
             runtime.lanes.join("gather", "compute")
             self.awaited = state
 
     def _issued(self, runtime: Flow) -> None:
-        """A gather was issued: who computes with the whole weights, or writes main, waits for it.
-        The host writes offloaded weights, and waits itself."""
+        """A gather was issued. Uses of the whole weights and writes to main must wait for it. The
+        writer waits on the compute lane; of offloaded weights the writer is the host."""
         lanes = runtime.lanes
         self._ready = event = lanes.mark("gather")
         if event is not None:
@@ -363,7 +363,7 @@ class Group:
             self.main.version.reading = partial(wait, event)
 
     def _arrive(self) -> None:
-        """Wait for messages under way. Where they fail, nothing has been gathered."""
+        """Wait for the collectives under way. If one fails, nothing counts as gathered."""
         gathers, self._gathers = self._gathers, []
         try:
             for pending in gathers:
@@ -383,20 +383,21 @@ class Group:
             self._ready = None
             if not self.offload:  # else the host has not waited
                 self.main.version.reading = None
-        if self._kept_in_use and self._kept is not None:
+        if self._kept is not None and self._kept.filled is None:
             self._kept.memory.release(runtime.source)
-            self._kept.filled, self._kept_in_use = None, False
 
     def release(self, runtime: Flow, *, for_good: bool = False) -> None:
-        """Give the whole weights back, on the lane that allocated them, once compute has read them;
-        who keeps a view keeps them. ``for_good``: no backward reads them: autograd counts too."""
+        """Give the whole weights back, on the lane that allocated them, once compute has read them.
+        If a user holds a view, the memory is left to the view, and the next gather takes other
+        memory. ``for_good``: no backward will read the weights, so autograd counts as a user."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
         for copy in self.copies:
             if copy.memory.live and self._is_kept(copy, for_good):
                 runtime.lanes.leave(copy.memory.tensor)
-                with runtime.lanes.on("gather" if self.movable else "compute"):  # a pool's stays
+                # Memory of a pool stays with the gather lane.
+                with runtime.lanes.on("gather" if self.movable else "compute"):
                     copy.memory.leave()
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
@@ -407,19 +408,21 @@ class Group:
             parameter.show_gone(gone)
 
     def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
-        """Whether somebody keeps a view of the whole weights. What others' hooks for saved tensors
-        keep looks like somebody's: nothing is looked for where these see weights."""
+        """Whether a user holds a view of the whole weights, not only this group and autograd. If
+        other libraries' hooks for saved tensors see weights, their views cannot be distinguished
+        from a user's, and no view counts as held."""
         memory, number = copy.memory, 0 if copy.memory.tensor.is_meta else copy.memory.lent()
         if for_good or number in memory.autograds:
             return for_good and number > 0
-        ours = [self.whole.flat, *self._views, *(one.memory for one in self.unsharded)]
-        ours += [*self.unsharded, *(self._plan.views if self._plan else ())]
+        own = [self.whole.flat, *self._views, *(whole.memory for whole in self.unsharded)]
+        own += [*self.unsharded, *(self._plan.views if self._plan else ())]
         unknown = hooks_of_others() and not in_checkpoint()
-        return not unknown and memory.is_kept(number, set(map(id, ours)))
+        return not unknown and memory.is_kept(number, set(map(id, own)))
 
     def keep_part(self, runtime: Flow, axis: comm.Axis) -> None:
-        """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
-        them again. A copy that forward did not read is gathered here, while forward goes on."""
+        """Keep 1/k of the weights that backward reads when they are released, so that backward
+        gathers over k ranks only. Gathers a copy that forward did not read, while forward goes
+        on."""
         copy = self._copy_for("backward")
         if copy is None or not self.comes_and_goes:
             return
@@ -431,62 +434,55 @@ class Group:
             part.memory.acquire(runtime.source)
             part.memory.tensor.copy_(copy.memory.tensor[part.here])
         part.filled = copy.filled
-        # Nothing computes with what was just gathered, so compute need not wait for it.
-        self._ready, self._kept_in_use = None, False
-
-    def _source(self) -> Buffer:
-        """The buffer that a gather starts from, up to date."""
-        if self.compute is None:
-            return self.main
-        if self._compute_filled != self.main.state:
-            self.main.gather(self.compute).wait()
-            self._compute_filled = self.main.state
-        return self.compute
+        self._ready = None  # nothing computes with this gather, so the compute lane need not wait
 
     def lost_writes(self) -> list[str]:
-        """The parameters whose whole weights somebody wrote to, where these are not main's; before
-        a release."""
+        """The parameters whose whole weights were written since the last call, if the whole weights
+        are copies: their release loses the writes."""
         with torch._C.DisableTorchFunctionSubclass():
             now = [*map(_VERSION, self.unsharded), Whole.loans]
             if now == self._versions:
                 return []
             self._versions = now
-            written = [one for one in self.unsharded if one.was_written()]
+            written = [whole for whole in self.unsharded if whole.was_written()]
             memory = storage_of(self.whole.flat) if self.aliased else None
-            lost = [one.name_here for one in written if storage_of(one.memory) != memory]
+            lost = [whole.name_here for whole in written if storage_of(whole.memory) != memory]
             if lost and any(memory.live for memory in self.blocks):
-                self.show_whole()  # somebody may have moved them elsewhere
+                self.show_whole()  # the write may have put a parameter into other memory
                 for copy in self.copies:
-                    copy.filled = None  # the next use gathers main's values again
+                    copy.filled = None  # the next use gathers the values of main again
         return lost
 
     def follow_trainability(self, comes: Callable[[Tensor], bool] | None = None) -> None:
-        """``requires_grad_`` on a parameter at rest reaches the one that forward uses.
+        """Give ``requires_grad`` of the parameters at rest to the whole parameters.
 
-        ``comes``: whether the backward that begins has a gradient for what is trained again."""
+        ``comes``: in backward, whether it has a gradient for a parameter that is trainable again.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             now = list(map(_REQUIRES_GRAD, self.sharded))
-            known = self._followed if comes else list(map(_REQUIRES_GRAD, self.unsharded))
+            before = self._followed if comes else list(map(_REQUIRES_GRAD, self.unsharded))
             self._followed = now
-            if now == known:
+            if now == before:
                 return
             for wanted, whole in zip(now, self.unsharded, strict=True):
                 if wanted != whole.requires_grad:
-                    whole.requires_grad_(wanted)
+                    whole.requires_grad_(wanted)  # ``comes`` reads this flag
                     whole.requires_grad_(wanted and (comes is None or comes(whole)))
         if any(now) and self.main.dtype.itemsize < 4 and self.precision.main is None:
             warn_once(
                 logger,
-                "'%s' and what is stored with it was frozen when it was wrapped, so its main "
-                "weights are %s, which round away steps of less than 1/256 of a weight, and it is "
-                "trained now: wrap it while it is trainable, or with Precision(main='fp32')",
+                "'%s' and the parameters stored with it were frozen when they were wrapped, so "
+                "their main weights are %s, which round away steps of less than 1/256 of a weight, "
+                "and it is trained now: wrap it while it is trainable, or with "
+                "Precision(main='fp32')",
                 self.items[now.index(True)].name,
                 self.main.dtype,
                 first=not any(self.ranks.coordinate),
             )
 
     def take_trainability(self) -> None:
-        """``requires_grad_`` on whole parameters, outside of forward, reaches those at rest."""
+        """Give ``requires_grad`` of the whole parameters, if it was changed outside of forward, to
+        the parameters at rest."""
         for index, whole in enumerate(self.unsharded):
             if self._followed and whole.requires_grad != self._followed[index]:
                 self.sharded[index].requires_grad_(whole.requires_grad)
@@ -497,4 +493,4 @@ class Group:
 
 
 _REQUIRES_GRAD, _VERSION, _INDEX = map(attrgetter, ("requires_grad", "_version", "cut.index"))
-_WRITES = attrgetter("version")  # counts the writes to what a parameter at rest lies in
+_WRITES = attrgetter("version")  # of the buffer that a parameter at rest lies in

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """MainGrad: the reduced gradients of one group, as the optimizer sees them.
 
-Like the main weight, fp32 and this rank's shard; ``.grad`` of each parameter at rest is a view.
+The buffer is fp32 and holds this rank's shard, like the main weight. ``.grad`` of each parameter at
+rest is a view of it.
 
-A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
-values as in plain torch: the memory is left to the holder, and the next gradients get another.
+If the user has dropped a gradient (``zero_grad``) and still holds it, or shows it to numpy, it
+keeps its values, as in plain torch: the memory is left to the holder, and the next gradients get
+other memory.
 
-Replicas may divide the gradients between themselves: ``reduce_shares`` brings some spans to all of
-them, others to one.
+Replicas may divide the gradients between themselves. Then ``reduce_shares`` brings some spans to
+all replicas, and other spans to one replica each:
 
     parts of one size     one reduce-scatter: what a rank receives does not grow with the replicas
     parts of any sizes    one all-to-all of exact sizes, summed by the receiver
@@ -33,8 +35,8 @@ from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, Cut, ShardedTensor
 
 read_grad = GRAD.__get__
-# Attributes of parameters at rest (.grad and the like) are read many times a step; not through
-# __torch_function__, which some torch versions give our DTensors.
+# Attributes of parameters at rest (.grad and the like) are read many times a step. This context
+# avoids __torch_function__, which is slow, and which some torch versions give our DTensors.
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
@@ -43,36 +45,30 @@ class MainGrad:
 
     def __init__(self, weight: Buffer, sharded: Sequence[nn.Parameter], *, pin: bool) -> None:
         self._weight, self._sharded, self._pin = weight, sharded, pin
-        self.buffer: Buffer | None = None  # made when first used: frozen groups have none
-        self._shown: list[ShardedTensor] = []
-        self._locals: list[Tensor] = []  # of these
-        self._views: list[Tensor] = []
-        self.divisions: dict[int, Division] | None = None  # for which these were made
-        self._references = 0  # to them and their memory while nobody else has any
+        self.buffer: Buffer | None = None  # made when first used, so frozen groups have none
+        self._shown: list[ShardedTensor] = []  # what ``.grad`` of each parameter shows
+        self._locals: list[Tensor] = []  # the local tensors of those
+        self._views: list[Tensor] = []  # the pieces of the buffer
+        self.divisions: dict[int, Division] | None = None  # for which ``_shown`` was made
+        self._references = 0  # to the memory and to ``_shown``, while no user holds one
         self._shares: dict[int, Shares] = {}  # by axis
 
     @property
     def fresh(self) -> bool:
-        """Whether no parameter shows a gradient: what is here may be overwritten."""
+        """Whether no parameter shows a gradient, so that the buffer may be overwritten."""
         with plain_attributes():
             return all(map(is_, map(read_grad, self._sharded), repeat(None)))
 
     def ready(self, unused: bool = False) -> Buffer:
-        """The buffer, with memory: views of a buffer that has none cannot be made. ``unused``: it
-        will be overwritten, so not the one that somebody still holds."""
+        """The buffer, with memory, which its views need. ``unused``: the buffer will be
+        overwritten, so it must not be one that a user still holds."""
         if unused:
             self._leave_to_holders()
         weight = self._weight
         if self.buffer is None:
-            self.buffer = Buffer(
-                weight.layout,
-                weight.ranks,
-                weight.placements,
-                weight.dtype,
-                weight.flat.device,
-                "grad",
-                pin=self._pin and weight.flat.device.type == "cpu",
-            )
+            device, where = weight.flat.device, (weight.layout, weight.ranks, weight.placements)
+            pin = self._pin and device.type == "cpu"
+            self.buffer = Buffer(*where, weight.dtype, device, "grad", pin=pin)
         self.buffer.block.acquire(CACHING)
         if self.divisions is not weight.version.divisions:
             self.divisions, self._shares = weight.version.divisions, {}
@@ -82,7 +78,7 @@ class MainGrad:
         return self.buffer
 
     def _show(self, index: int, local: Tensor) -> ShardedTensor:
-        """The gradient of one parameter; this rank's range, where replicas divide it."""
+        """The gradient of one parameter; only this rank's range, if replicas divide it."""
         assert self.buffer is not None
         cut: Cut = self._sharded[index].cut  # type: ignore[attr-defined]
         division = self._weight.version.divisions.get(index)
@@ -92,8 +88,8 @@ class MainGrad:
         return ShardedTensor(local, cut, version=self.buffer.version)
 
     def take(self, grads: Sequence[Tensor]) -> None:
-        """The next gradients to publish, each in memory of its own, which is left to the
-        parameters then: what a user drops is gone at once."""
+        """Take the gradients to publish next, each in separate memory. Publishing leaves the memory
+        to the parameters, so what a user drops is freed at once."""
         self._forget()
         cuts = [parameter.cut for parameter in self._sharded]  # type: ignore[attr-defined]
         pairs = zip(grads, cuts, strict=True)
@@ -108,7 +104,7 @@ class MainGrad:
         return self._views
 
     def shares(self, axis: int) -> Shares:
-        """The elements that a reduction brings to each of the replicas that divide a gradient."""
+        """The elements that the reduction over an axis brings to each replica."""
         assert self.divisions is not None
         if axis not in self._shares:
             main, over = self._weight, self._weight.ranks
@@ -121,6 +117,7 @@ class MainGrad:
     # ------------------------------------------------------------------ other holders
 
     def _leave_to_holders(self) -> None:
+        """Leave the memory to a user who holds it."""
         main = self.buffer
         if main is None or not main.block.live:
             return
@@ -129,35 +126,35 @@ class MainGrad:
             self._forget()
 
     def _forget(self) -> None:
-        """Leave the memory to its holders; the next gradients get another."""
+        """Leave the memory to its holders. The next gradients get other memory."""
         self.buffer, self.divisions = None, None
         self._shown, self._locals, self._views = [], [], []
 
     def _count_references(self, main: Buffer) -> int:
-        """The number of references to the memory and to the tensors that show it, own ones to
-        ``views`` excepted."""
-        found = main.block.holders - len(self._views) + sum(count_references(self._views))
-        return found + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
+        """The number of references to the memory and to the tensors that show it, without those of
+        ``_views``."""
+        count = main.block.holders - len(self._views) + sum(count_references(self._views))
+        return count + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
 
     def repaired(self) -> Buffer:
-        """The buffer, which says what ``.grad`` says: some may be gone or replaced by the user's.
+        """The buffer with the values of ``.grad``, which the user may have dropped or replaced.
 
-        In other memory, where the user's may lie in this one (two gradients exchanged).
+        A replaced gradient may lie in this buffer (the user has exchanged two gradients), so the
+        values are brought to other memory.
         """
         with plain_attributes():
             grads = list(map(read_grad, self._sharded))
         shown: list[Any] = list(self._shown) or [None] * len(grads)
-        if any(
-            grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
-        ):
+        pairs = zip(grads, shown, strict=True)
+        if any(grad is not None and grad is not own for grad, own in pairs):
             self._forget()
         main = self.ready()
-        for parameter, grad, ours in zip(self._sharded, grads, self._shown, strict=True):
+        for parameter, grad, own in zip(self._sharded, grads, self._shown, strict=True):
             if grad is None:
-                ours.to_local().zero_()
-            elif grad is not ours:
-                _bring(Tensor.copy_, ours, grad)
-                GRAD.__set__(parameter, ours)  # what autograd adds from now on, it adds here
+                own.to_local().zero_()
+            elif grad is not own:
+                _bring(Tensor.copy_, own, grad)
+                GRAD.__set__(parameter, own)  # autograd adds to ``own`` from now on
         return main
 
     def give_back(self) -> None:
@@ -170,27 +167,26 @@ class MainGrad:
     def publish(
         self, whole: Sequence[Whole], brought: Sequence[bool], zeros: bool
     ) -> list[nn.Parameter]:
-        """Show the gradients on the parameters at rest; those with hooks that want to be told.
-        ``zeros``: parameters without a gradient show zeros.
+        """Show the gradients as ``.grad`` of the parameters at rest. Returns the parameters with
+        hooks to call. ``zeros``: parameters without a gradient show zeros.
 
-        Where a loss reads parameters at rest (a penalty on weights), autograd may have brought them
-        gradients since the reduction began: these are added."""
+        If a loss reads parameters at rest (a penalty on weights), autograd may have brought them
+        gradients since the reduction began. These are added."""
         hooked, brought = [], list(brought)
         with plain_attributes():
-            since = list(map(read_grad, self._sharded))
-        for index, (grad, ours) in enumerate(zip(since, self._shown, strict=True)):
-            if grad is not None and grad is not ours:
-                _bring(Tensor.add_, ours, grad)
+            grads = list(map(read_grad, self._sharded))
+        for index, (grad, own) in enumerate(zip(grads, self._shown, strict=True)):
+            if grad is not None and grad is not own:
+                _bring(Tensor.add_, own, grad)
                 brought[index] = True
         with plain_attributes():
-            for parameter, leaf, grad, here in zip(
-                self._sharded, whole, self._shown, brought, strict=True
-            ):
-                # What waited for one that was frozen since is shown, as in plain torch.
-                came = here or (leaf.requires_grad and zeros)
-                # One without a gradient in this step shows that of the steps before, if any.
+            for index, (parameter, leaf) in enumerate(zip(self._sharded, whole, strict=True)):
+                # A gradient that waited is shown, also if the parameter was frozen since then, as
+                # in plain torch.
+                came = brought[index] or (leaf.requires_grad and zeros)
+                # Without a gradient in this step, the sum of the steps before stays, if any.
                 if came or (leaf.requires_grad and parameter.grad is not None):
-                    GRAD.__set__(parameter, grad)
+                    GRAD.__set__(parameter, self._shown[index])
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
         if self.buffer is None:
@@ -198,19 +194,19 @@ class MainGrad:
         return hooked
 
 
-def _bring(write: Callable[[Tensor, Tensor], Any], ours: ShardedTensor, grad: Tensor) -> None:
-    """Write a gradient that is not ours into this rank's piece, or add it there."""
+def _bring(write: Callable[[Tensor, Tensor], Any], own: ShardedTensor, grad: Tensor) -> None:
+    """Copy or add (``write``) a gradient of the user or of autograd to this rank's piece."""
     if isinstance(grad, ShardedTensor):
-        write(ours.to_local(), ours.cut.within(grad.cut, grad.to_local()))
-    else:  # the whole of it, of which this rank holds a piece
-        write(ours, grad)
+        write(own.to_local(), own.cut.within(grad.cut, grad.to_local()))
+    else:  # a whole gradient, of which this rank holds a piece
+        write(own, grad)
 
 
 def reduce_shares(
     flat: Tensor, shares: Shares, link: comm.Axis, divisor: float | None
 ) -> Iterator[comm.Pending]:
-    """Reduce in place: the shared spans to every rank, the divided ones to one rank each. The
-    memory of those that go elsewhere is undefined afterwards."""
+    """Reduce in place: shared spans to every rank, each divided span to one rank. On other ranks
+    the contents of a divided span are undefined afterwards."""
     if shares.shared:
         packed = _pack(flat, shares.shared)
         yield comm.all_reduce(packed, link, divisor=divisor)
@@ -230,7 +226,7 @@ def reduce_shares(
 
 
 def _pack(flat: Tensor, spans: Sequence[Span], length: int = 0) -> Tensor:
-    """The spans of a buffer one after another, in memory of their own; zeros up to ``length``."""
+    """A copy of the spans of a buffer, one after another, with zeros up to ``length``."""
     views = [flat[begin:end] for begin, end in spans]
     missing = length - sum(map(len, views))
     if missing > 0:
@@ -239,6 +235,7 @@ def _pack(flat: Tensor, spans: Sequence[Span], length: int = 0) -> Tensor:
 
 
 def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
+    """Copy packed spans back to their places in a buffer."""
     if spans:
         views = [flat[begin:end] for begin, end in spans]
         lengths = [len(view) for view in views]

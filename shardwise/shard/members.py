@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a wrapped model can be trained as it is. The first forward checks all units; every one
-checks that modules hold the parameters which were wrapped, and every backward that it reads the
-weights which its forward read. What is wrong is refused by name."""
+"""Members: checks that a wrapped model can be trained as it is; errors name the parameters.
+
+first forward    all units (``check_first_forward`` and the warnings)
+every forward    the modules hold the parameters that were wrapped (``Members``)
+every backward   it reads the same weights as its forward (``refuse_written`` and others)
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[str]) -> None:
-    """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
+    """Raise for problems of the whole model. ``names``: the names of the units."""
     without_values = [
         f"{name}.{item.name}" if name else item.name
         for name, unit in zip(names, units, strict=True)
         for group in unit.groups
-        if group.main.flat.is_meta and group.device.type != "meta"  # a plan's have none
+        if group.main.flat.is_meta and group.device.type != "meta"  # the device of a plan is meta
         for item, parameter in zip(group.items, group.sharded, strict=True)
         if parameter._local_tensor.is_meta  # type: ignore[attr-defined]
     ]
@@ -51,7 +54,7 @@ def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[
             f"model.to_empty(device=...) and initialise or load them before the first forward"
         )
     planned = any(group.device.type == "meta" for unit in units for group in unit.groups)
-    empty = [] if planned else [name for name, one in root.named_buffers() if one.is_meta]
+    empty = [] if planned else [name for name, buffer in root.named_buffers() if buffer.is_meta]
     if empty:
         raise RuntimeError(
             f"buffers {empty} are on the meta device and have no values yet: call "
@@ -61,10 +64,10 @@ def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[
     for precision in dict.fromkeys(unit.precision for unit in units):
         _check_patterns(precision, [unit for unit in units if unit.precision == precision])
     quantised = [unit for unit in units if unit.precision.format is not None]
-    stored = [one for unit in quantised for one in unit.stored.values()]
+    stored = [how for unit in quantised for how in unit.stored.values()]
     for problem in stores_nothing(quantised[0].precision.format, stored) if quantised else ():
         raise ValueError(problem)
-    tiled = [one.name for one in stored if one.why == TILED]
+    tiled = [how.name for how in stored if how.why == TILED]
     if tiled:
         logger.warning(
             "'%s' and %d more are DTensors of tensor parallelism and are not stored in fp8 "
@@ -79,24 +82,26 @@ def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[
             f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )
     _warn_of_smaller_meshes(units, names)
+    _warn_of_heads(root, units)
+    _warn_of_empty(root, units)
 
 
 def _warn_of_smaller_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
-    """Warn of a unit on fewer ranks than others have: copies of it elsewhere will drift apart."""
-    found = [
+    """Warn of a unit on fewer ranks than others: copies on the remaining ranks would drift."""
+    groups = [
         (prod(group.ranks.sizes), name, group)
         for name, unit in zip(names, units, strict=True)
         for group in unit.groups
     ]
-    most = max((size for size, *_ in found), default=0)
-    for size, name, group in found:
+    most = max((size for size, *_ in groups), default=0)
+    for size, name, group in groups:
         spread = group.ranks.others is not None or any(tile is not None for tile in group.tiles)
         if size < most and not spread and any(p.requires_grad for p in group.sharded):
             warn_once(
                 logger,
                 "unit '%s' is on %d ranks and others of this model on %d: its gradients are "
                 "averaged over these %d alone. If other ranks hold copies of it, wrap it on the "
-                "mesh of the others, or the copies drift apart; experts that differ are right so",
+                "mesh of the others, or the copies drift apart (right for experts that differ)",
                 name,
                 size,
                 most,
@@ -108,17 +113,17 @@ def _warn_of_smaller_meshes(units: Sequence[Unit], names: Sequence[str]) -> None
 
 
 def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:
-    """Warn of patterns that match nothing, which may be meant for units that run elsewhere; raise
-    where nothing is left in MXFP8."""
-    stored = [one for unit in units for one in unit.stored.values()]
-    problems = precision.unmatched([one.name for one in stored])
+    """Warn of patterns that match nothing: they may be meant for units that run on other ranks.
+    Raise if nothing is left in MXFP8."""
+    stored = [how for unit in units for how in unit.stored.values()]
+    problems = precision.unmatched([how.name for how in stored])
     if not problems:
         return
     text = (
         f"{'; '.join(problems)} of this model. fully_shard knows parameters by their names in the "
         f"module that is wrapped, without the name of that module itself"
     )
-    if not any(one.format for one in stored):
+    if not any(how.format for how in stored):
         raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
     warn_once(logger, "%s", text)
 
@@ -126,38 +131,38 @@ def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:
 def stored_in(
     model: nn.Module, units: Iterable[Unit]
 ) -> Iterator[tuple[str, nn.Module, Stored, Group]]:
-    """The wrapped parameters of a model, each once: its name in the model, the module that has it,
-    its format, its group."""
+    """The wrapped parameters of a model, each once: (name in the model, module that has it, how it
+    is stored, group)."""
     stored: dict[tuple[int, str], tuple[Stored, Group]] = {}
     for unit in units:
         for parameters, name, number, index in unit.places:
             stored[id(parameters), name] = unit.stored[number, index], unit.groups[number]
-    found: set[int] = set()
+    seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             key = (id(module._parameters), name)
-            if parameter is not None and key in stored and id(parameter) not in found:
-                found.add(id(parameter))
+            if parameter is not None and key in stored and id(parameter) not in seen:
+                seen.add(id(parameter))
                 yield (f"{path}.{name}" if path else name, module, *stored[key])
 
 
-def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of output heads in fp8 that were wrapped by themselves, under names that say nothing;
-    and of weights in bf16 whose names say so in the wrapped module, and not in the model."""
+def _warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of weights whose name in the wrapped module misleads: an output head in fp8 with the
+    name of another layer, and a weight in bf16 that only has the name of a head."""
     kept = [unit for unit in units if unit.precision.keeps_head("")]
     heads: list[str] = []
     others: list[str] = []
-    for full, _, one, group in stored_in(model, kept) if kept else ():
-        head = names_head(full)
-        if group.precision.keeps_head(one.name) and head != names_head(one.name):
-            heads += [full] if head and one.format else []
-            others += [full] if one.why.startswith(HEAD) else []
+    for name, _, stored, group in stored_in(model, kept) if kept else ():
+        is_head = names_head(name)
+        if group.precision.keeps_head(stored.name) and is_head != names_head(stored.name):
+            heads += [name] if is_head and stored.format else []
+            others += [name] if stored.why.startswith(HEAD) else []
     if heads:
         warn_once(
             logger,
-            "%s makes the model's logits and is stored in fp8, whose products round them: in the "
-            "module that was wrapped its name does not say what it is. Wrap it with exclude=('*',) "
-            "or in bf16, or name it in include",
+            "%s makes the model's logits and is stored in fp8, whose products round them: its name "
+            "in the module that was wrapped is not that of an output head. Wrap it with "
+            "exclude=('*',) or in bf16, or name it in include",
             quoted(heads),
         )
     if others:
@@ -169,22 +174,25 @@ def warn_of_heads(model: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-EMPTY = "_shardwise_empty"  # of a buffer that to_empty made: its version, which any write changes
+# The attribute of a buffer that to_empty made: the buffer's version then, which any write changes.
+EMPTY = "_shardwise_empty"
 
 
-def warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of parameters and buffers that ``to_empty`` made and nothing has written: such
-    parameters are NaN. Ranks ask each other, because each has other pieces."""
-    groups = [one for unit in units for one in unit.groups if one.main.version.unsynced]
-    found = numpy.array(
-        [_is_nan(one.main.view(i)) for one in groups for i in range(len(one.items))]
-    )
-    for axis in dict.fromkeys(axis for one in groups for axis in one.ranks.axes):
-        found = comm.any_rank(found, axis)
-    names = [item.name for one in groups for item in one.items]
-    names = [name for name, empty in zip(names, found, strict=True) if empty]
-    named = [(name, one) for name, one in model.named_buffers() if hasattr(one, EMPTY)]
-    names += [name for name, one in named if one._version == getattr(one, EMPTY)]
+def _warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of parameters and buffers that ``to_empty`` made and that were not written since then.
+    Such parameters are NaN. Ranks have other pieces, so all ranks compare."""
+    groups = [group for unit in units for group in unit.groups if group.main.version.unsynced]
+    pieces = [group.main.view(i) for group in groups for i in range(len(group.items))]
+    empty = numpy.array([one.numel() > 0 and bool(one.isnan().all()) for one in pieces])
+    for axis in dict.fromkeys(axis for group in groups for axis in group.ranks.axes):
+        empty = comm.any_rank(empty, axis)
+    names = [item.name for group in groups for item in group.items]
+    names = [name for name, is_empty in zip(names, empty, strict=True) if is_empty]
+    names += [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer._version == getattr(buffer, EMPTY, None)
+    ]
     if names:
         warn_once(
             logger,
@@ -195,12 +203,9 @@ def warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-def _is_nan(values: Tensor) -> bool:
-    return values.numel() > 0 and bool(values.isnan().all())
-
-
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
-    """Raise for an optimizer that was built before wrapping: its tensors left the model."""
+    """Raise for an optimizer that was built before wrapping and holds tensors which have left the
+    model."""
     alive = {
         id(parameter): name
         for name, reference in originals
@@ -212,14 +217,14 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
             if held:
                 raise RuntimeError(
                     f"{type(thing).__name__} was built before fully_shard and holds the old "
-                    f"parameters ({quoted(held)}): it "
-                    f"would update nothing. Build the optimizer after wrapping"
+                    f"parameters ({quoted(held)}): it would update nothing. Build the optimizer "
+                    f"after wrapping"
                 )
 
 
 def refuse_ddp(units: Sequence[Unit]) -> None:
-    """Raise inside a DistributedDataParallel that takes sharded parameters for its own: it would
-    wait for their gradients and reduce none of the others."""
+    """Raise inside a DistributedDataParallel that has taken sharded parameters: it would wait for
+    their gradients and would not reduce the gradients of its other parameters."""
     around = DistributedDataParallel._active_ddp_module
     if around is None:
         return
@@ -234,28 +239,28 @@ def refuse_ddp(units: Sequence[Unit]) -> None:
     if named:
         raise RuntimeError(
             f"DistributedDataParallel is around parameters that shardwise shards and reduces "
-            f"({quoted(named)}). Leave DDP out "
-            f"(sw.zero(0) replicates like DDP), or have it ignore these: DistributedDataParallel."
-            f"_set_params_and_buffers_to_ignore_for_model(model, their names in the model)"
+            f"({quoted(named)}). Leave DDP out (sw.zero(0) replicates like DDP), or have it ignore "
+            f"these: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, "
+            f"their names in the model)"
         )
 
 
 def stray_gradients(originals: list[tuple[str, ref[Tensor]]]) -> list[str]:
-    """The parameters whose original from before wrapping got a gradient, which nobody will use.
-    Originals that are gone are taken off the list: usually all of them."""
+    """The parameters whose original from before wrapping got a gradient, which no optimizer will
+    use. Takes originals that are gone, usually all, off the list."""
     originals[:] = [entry for entry in originals if entry[1]() is not None]
-    found = [(name, reference()) for name, reference in originals]
-    return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
+    named = [(name, reference()) for name, reference in originals]
+    return [f"'{name}'" for name, one in named if one is not None and one.grad is not None]
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Members:
-    """The parameters that a unit's modules held when they were wrapped. Whoever replaces one later,
-    adds one or takes one away would train without it: each is refused by name.
+    """The parameters that the modules of a unit held when they were wrapped. A parameter that is
+    replaced, added or removed later would not be trained, so each is refused by name.
 
-    Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
+    Refers to dictionaries of modules, not to modules, so that it keeps no model alive.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -274,9 +279,9 @@ class Members:
         named = [(each, name) for each in self._parameters for name in each]
         empty = [(each, name) for each, name in named if each[name] is None]
         self._empty = [each for each, _ in empty], [name for _, name in empty]
-        ours = {(id(parameters), name) for parameters, name, *_ in unit.places}
+        wrapped = {(id(parameters), name) for parameters, name, *_ in unit.places}
         filled = {(id(each), name) for each, name in named if each[name] is not None}
-        self._ignored = filled - ours
+        self._ignored = filled - wrapped
         self._known = self._structure()
 
     def _structure(self) -> list[Any]:
@@ -284,26 +289,26 @@ class Members:
         inside = chain.from_iterable(map(dict.values, self._children))
         return [*inside, *chain.from_iterable(self._parameters)]
 
-    # Before every forward and backward, so without a loop of Python's.
+    # The next two run before every forward and backward, so they have no loops in Python.
 
     def refuse_replaced(self, unit: Unit) -> None:
-        """Raise where the modules do not hold the parameters that were wrapped."""
+        """Raise if the modules do not hold the parameters that were wrapped."""
         held = list(map(dict.get, *self._places))
         for expected in (self._sharded, self._whole):
             if all(map(is_, held, expected)) and self._kinds.issuperset(map(type, held)):
                 return
-        self._refuse_all(unit)  # unless each is one of both, where weights come by and by
+        self._refuse_all(unit)  # accepts a mixture of both, which a staged forward has
 
     def refuse_added(self, unit: Unit) -> None:
-        """Raise where they hold more, or are others."""
+        """Raise if the modules hold more parameters, or if there are other modules that do."""
         same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
         if not same or self._structure() != self._known:
             self._refuse_all(unit)
-            self._record(unit)  # modules without parameters, or with units of their own
+            self._record(unit)  # the new modules have no parameters, or are units
 
     def side_outputs(self) -> list[Any]:
-        """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
-        Looked for after the first forward, and from then on under the names found there."""
+        """Tensors with a graph that the modules keep as attributes, as routers keep their loss. The
+        first forward finds the names of such attributes; later forwards read these names."""
         if self._kept is None:
             held = [(module, vars(module())) for module in self._modules]
             self._kept = [
@@ -361,8 +366,8 @@ class Members:
 def modules_below(
     roots: Iterable[tuple[str, nn.Module]], is_apart: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(path, module, whether it stands apart) of the modules ``roots`` and those below them, each
-    once, in the order of registration. What is below a module that stands apart is left out."""
+    """(path, module, whether it stands apart) of the modules ``roots`` and the modules below them,
+    each once, in the order of registration. Leaves out what is below a module that stands apart."""
     waiting = [*roots][::-1]
     seen: set[int] = set()
     while waiting:
@@ -378,20 +383,20 @@ def modules_below(
 
 
 def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit and those below that no inner unit owns, with the paths to them."""
+    """The modules of a unit, and those below that belong to no inner unit, with their paths."""
     roots = [("", root) for reference in unit.modules if (root := reference()) is not None]
-    found = modules_below(roots, lambda one: vars(one).get("_shardwise_unit", unit) is not unit)
-    return ((path, module) for path, module, apart in found if not apart)
+    below = modules_below(roots, lambda each: vars(each).get("_shardwise_unit", unit) is not unit)
+    return ((path, module) for path, module, apart in below if not apart)
 
 
 def refuse(error: Exception | None) -> None:
-    """Raise the error, where there is one."""
+    """Raise the error, if there is one."""
     if error is not None:
         raise error
 
 
 def refuse_swapped(unit: Unit) -> None:
-    """Raise where ``torch.utils.swap_tensors`` gave a parameter the pieces of another one."""
+    """Raise if ``torch.utils.swap_tensors`` has given a parameter the pieces of another one."""
     for group in unit.groups:
         for index, (held, tile) in enumerate(zip(group.sharded, group.tiles, strict=True)):
             cut: Any = held.cut  # type: ignore[attr-defined]
@@ -412,34 +417,36 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
         if group.main.state != state
     ]
     raise RuntimeError(
-        f"weights of unit '{unit.name}' ({quoted(names)}) "
-        f"were written between a forward and its backward: step, load or write after backward, or "
-        f"run forward again. (set_unshard_in_backward(False) where backward does not read them.)"
+        f"weights of unit '{unit.name}' ({quoted(names)}) were written between a forward and its "
+        f"backward: step, load or write after backward, or run forward again. "
+        f"(set_unshard_in_backward(False) where backward does not read them.)"
     )
 
 
 def refuse_side_way(unit: Unit) -> None:
-    """Raise where backward has come to a unit not through an output of its forward, which would
-    have gathered the weights: it may have read memory that was released."""
+    """Raise if backward has come to a unit, but not through an output of its forward. Such an
+    output would have gathered the weights, so backward may have read memory that was released."""
     if unit.calls.outside:
         raise RuntimeError(
             f"backward() inside the forward of unit '{unit.name}' brings gradients to weights of "
-            f"that unit itself: wrap the modules that it goes through as units of their own, "
-            f"detach what it starts from, or use torch.autograd.grad for chosen tensors"
+            f"that unit itself: wrap each module that it goes through as a separate unit, detach "
+            f"the tensor it starts from, or use torch.autograd.grad for chosen tensors"
         )
-    gone = (one.pending or not all(memory.live for memory in one.blocks) for one in unit.groups)
+    gone = (
+        group.pending or not all(memory.live for memory in group.blocks) for group in unit.groups
+    )
     if not unit.shown and any(gone):
         raise RuntimeError(
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
             f"when they were not gathered. A tensor that forward computed is kept elsewhere (in a "
             f"list, a closure, another module): return it from forward, keep it as an attribute "
-            f"of the module, or wrap with reshard_after_forward=False. Or a checkpoint reads these "
-            f"weights beside others who do: it needs use_reentrant=False"
+            f"of the module, or wrap with reshard_after_forward=False. Or a checkpoint reads "
+            f"weights that other parts of the graph read too: it needs use_reentrant=False"
         )
 
 
 def refuse_transforms(unit: Unit) -> None:
-    """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered, and
+    """Raise inside a transform of ``torch.func``, which cannot follow a gather of weights, and
     inside torch.export, torch.jit.trace and torch.fx, whose programs would keep the weights of this
     step."""
     if torch.compiler.is_exporting() or torch._C._is_tracing() or is_fx_symbolic_tracing():
@@ -451,8 +458,8 @@ def refuse_transforms(unit: Unit) -> None:
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise NotImplementedError(
-            f"torch.func.{transform} around the forward of unit '{unit.name}': a wrapped module "
-            f"gathers its weights beside what transforms follow. Apply them to a module that is "
+            f"torch.func.{transform} around the forward of unit '{unit.name}': transforms cannot "
+            f"follow the gather of weights in a wrapped module. Apply them to a module that is "
             f"not wrapped, or use torch.autograd.grad, and torch.autograd.forward_ad for a JVP"
         )
 
@@ -462,12 +469,12 @@ def refuse_generator(unit: Unit, output: Any) -> None:
     if isinstance(output, GeneratorType) and unit.groups:
         raise TypeError(
             f"unit '{unit.name}': forward returned a generator, whose body runs later, without the "
-            f"unit's weights: return a list of what it yields"
+            f"unit's weights: return a list of the items that it yields"
         )
 
 
 def refuse_create_graph(unit: Unit) -> None:
-    """Raise in a backward with ``create_graph=True`` whose weights will be released."""
+    """Raise in a backward with ``create_graph=True``, if the weights will be released."""
     if any(group.comes_and_goes for group in unit.groups):
         raise RuntimeError(
             f"create_graph=True (a gradient of a gradient) in unit '{unit.name}': its second "

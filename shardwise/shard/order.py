@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of units: who comes next, and whose turn it is to reduce. No communication here.
+"""The order of units: which unit runs next, and which may reduce next. No communication.
 
     forward     root( 1( ) 2( ) 3( ) )      entries: root 1 2 3       exits: 1 2 3 root
     backward    enters root 3 2 1           the exits, backwards: each prefetches the one after it
                 reduces 3 2 1 root          the entries, backwards: a parent after its children
 
-Collectives are matched by their order, so every rank must issue them in the same one. Gradients may
-be complete in another order on one rank, where a parameter was not used; so units reduce in turn:
-one that is ready waits until those before it have reduced. A rank whose backward goes past units
-gathers and reduces for them then, as the others do that enter them.
+Collectives are matched by their order, so every rank must issue them in the same order. Gradients
+may be complete in another order on one rank, where a parameter was not used. So units reduce in
+turn: a unit that is ready waits until the units before it have reduced. If the backward of a rank
+skips units, the rank gathers and reduces for them at the place where other ranks enter them.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -28,11 +30,10 @@ class Order:
         self._expected = [ref(unit) for unit in units]  # entries of the last forward
         self._entries: list[ref[Unit]] = []
         self._exits: list[ref[Unit]] = []
-        self._arrivals: list[ref[Unit]] = []
-        self._following: dict[ref[Unit], ref[Unit]] = {}  # which of them comes after each
-        self._turns: list[ref[Unit]] = []
-        self._turn = 0
-        self._ready: list[Unit] = []
+        self._arrivals: list[ref[Unit]] = []  # the units in the order in which backward enters them
+        self._following: dict[ref[Unit], ref[Unit]] = {}  # the next arrival after each
+        self._turns: deque[ref[Unit]] = deque()  # the units that are to reduce, in order
+        self._ready: list[Unit] = []  # units whose gradients are complete, before their turn
 
     # ------------------------------------------------------------------ forward
 
@@ -43,7 +44,7 @@ class Order:
         self._entries, self._exits = [], []
 
     def entered(self, unit: Unit) -> Unit | None:
-        """Note that ``unit`` runs now, and say which one is expected next."""
+        """Note that ``unit`` runs now, and return the unit that is expected next."""
         position = len(self._entries)
         self._entries.append(ref(unit))
         expected = self._expected
@@ -52,6 +53,7 @@ class Order:
         return None
 
     def left(self, unit: Unit) -> None:
+        """Note that a forward of ``unit`` is over."""
         self._exits.append(ref(unit))
 
     def ran(self) -> list[Unit]:
@@ -66,50 +68,51 @@ class Order:
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:
-        self._arrivals = list(dict.fromkeys(self._exits[::-1]))  # each where it comes first
+        """Expect a backward of the last forward."""
+        self._arrivals = list(dict.fromkeys(self._exits[::-1]))  # each at its first place
         self._following = dict(pairwise(self._arrivals))
-        self._turns = list(dict.fromkeys(self._entries))[::-1]
-        self._turn, self._ready = 0, []
+        self._turns, self._ready = deque(dict.fromkeys(self._entries)), []
+        self._turns.reverse()
 
     def after(self, unit: Unit) -> Unit | None:
-        """Which unit backward is expected to enter after ``unit``."""
+        """The unit that backward is expected to enter after ``unit``."""
         following = self._following.get(ref(unit))
         return None if following is None else following()
 
     def before(self, unit: Unit) -> list[Unit]:
-        """Which units backward should have entered before ``unit``."""
+        """The units that backward should have entered before ``unit``."""
         arrivals = _alive(self._arrivals)
         return arrivals[: arrivals.index(unit)] if unit in arrivals else []
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
-        if ref(unit) not in self._turns[self._turn :]:  # not of this forward, or passed over
+        if ref(unit) not in self._turns:  # not of this forward, or its turn is over
             unit.reduce()
-        elif unit not in self._ready:  # else an earlier call completed it: no gradient comes to it
+        elif unit not in self._ready:  # else an earlier call completed the unit
             self._ready.append(unit)
             self._advance()
 
     def waiting(self) -> list[Unit]:
-        """Units whose turn has not come, in turn."""
-        return _alive(self._turns[self._turn :])
+        """The units that have not had their turn, in the order in which they reduce."""
+        return _alive(self._turns)
 
     def unreached(self) -> list[Unit]:
-        """The same, as backward would have entered them."""
+        """The same units in the order in which backward would have entered them."""
         waiting = self.waiting()
         return [unit for unit in _alive(self._arrivals) if unit in waiting]
 
     def _advance(self) -> None:
-        # Not past the last that is ready: who has not entered backward by then may still do so.
+        """Reduce the units that are ready and have their turn. Stops at the last unit that is
+        ready: the units after it may still enter backward."""
         while self._ready:
-            unit = self._turns[self._turn]()
-            if unit is not None:
-                if unit in self._ready:
-                    self._ready.remove(unit)
-                    unit.reduce()
-                elif unit.holds_turn:
-                    return
-            self._turn += 1
+            unit = self._turns[0]()
+            if unit in self._ready:
+                self._ready.remove(unit)
+                unit.reduce()
+            elif unit is not None and unit.holds_turn:
+                return
+            self._turns.popleft()
 
 
-def _alive(references: list[ref[Unit]]) -> list[Unit]:
+def _alive(references: Iterable[ref[Unit]]) -> list[Unit]:
     return [unit for reference in references if (unit := reference()) is not None]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime: what the units of one model share: their order, the backward that runs, and the flow of
-their groups.
+"""Runtime: the units of one model, their order, the forward and the backward that run, and the flow
+of their groups.
 
     forward      unit 1 | unit 2 | unit 3        each prefetches the next one
     backward     unit 3 | unit 2 | unit 1        each prefetches the previous one
     reductions           [3]      [2]            while the next unit computes
 
-A unit that comes unexpected is gathered when it comes; one that was prefetched and never came is
+A unit that was not expected is gathered when it runs. A unit that was prefetched and did not run is
 released at the end.
 """
 
@@ -27,23 +27,10 @@ from shardwise.agreement import any_rank_in_step
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
-from shardwise.shard.call import (
-    Calls,
-    asks_for_all,
-    calls_on_stack,
-    engine_on_stack,
-    reaches_all_leaves,
-    will_come,
-)
+from shardwise.shard.call import Calls, calls_on_stack, engine_on_stack, is_for_inputs
 from shardwise.shard.flow import Flow
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
-from shardwise.shard.members import (
-    check_first_forward,
-    refuse_ddp,
-    stray_gradients,
-    warn_of_empty,
-    warn_of_heads,
-)
+from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.words import quoted
 
@@ -51,25 +38,8 @@ if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
 
 
-class _Ending:
-    """Autograd calls this when a backward is over, and drops it uncalled when one raised."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def __call__(self) -> None:
-        runtime = self._runtime()
-        if runtime is None:
-            return
-        try:
-            runtime.end_backward()
-        except BaseException:
-            runtime.hide_weights()
-            raise
-
-
 class Runtime(Flow):
-    """One per root module, made at its first forward."""
+    """The runtime of one root module, made at its first forward."""
 
     def __init__(
         self,
@@ -83,20 +53,21 @@ class Runtime(Flow):
         self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
-        self.answered = 0  # the last of these that a backward came to
-        self.in_forward = False  # whether that forward runs now (or has raised)
-        self._thread = 0  # the thread in which it began
-        self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
-        # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
+        self.answered = 0  # the number of the last forward that a backward came to
+        # The thread in which the root's forward runs, or has raised; 0 outside of a forward.
+        self._forward_thread = 0
+        self.for_inputs = False  # whether the running backward brings no gradient of a parameter
+        # The forwards whose graph the running backward walks. 0 stands for recomputations.
         self.walked = {0}
-        # Set from the first unit of a backward to its end; dead where that backward raised.
-        self._ending: Callable[[], _Ending | None] | None = None
+        # Set from the first unit of a backward to its end: a reference to the callback that
+        # autograd holds until the end. The reference is dead if the backward raised.
+        self._ending: Callable[[], Any] | None = None
         self._copies_unknown = True  # whether gradients of copies over tp were not yet compared
-        self._writers_awaited = False  # whether the user marked the optimizer's end
+        self._writers_awaited = False  # whether the user marked the end of the optimizer's step
 
     @staticmethod
     def start(unit: Unit, root: nn.Module) -> None:
-        """The first forward of a root: look for problems, name its units, give them lanes and
+        """The first forward of a root: look for problems, then give its units names, lanes and
         memory."""
         units: dict[Unit, str] = {}
         for name, module in root.named_modules():
@@ -105,11 +76,8 @@ class Runtime(Flow):
                 units.setdefault(inner, name)
         for inner in units:
             inner.follow_moves()
-            if inner.members is not None:
-                inner.members.refuse_replaced(inner)
+            inner.members.refuse_replaced(inner)
         check_first_forward(root, list(units), list(units.values()))
-        warn_of_heads(root, list(units))
-        warn_of_empty(root, list(units))
         groups = [group for inner in units for group in inner.groups]
         same_over_tiles(groups)
         runtime = Runtime(
@@ -128,38 +96,43 @@ class Runtime(Flow):
         """The units that are still alive, outer before inner."""
         return [unit for reference in self._units if (unit := reference()) is not None]
 
-    all_states = units  # torch's pipeline stages ask for them by this name
+    all_states = units  # the name that torch's pipeline stages use
 
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
-        """The root's forward starts."""
-        fp8_block.forget()  # what is written between forwards need not be told
+        """The root's forward begins."""
+        fp8_block.forget()  # weights may be written between forwards without a note
         refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
-        self.in_forward, self._thread = True, get_ident()
+        self._forward_thread = get_ident()
         for unit in self.units:
-            unit.tidy()  # all before the first gather: their memory is free for it
+            unit.tidy()  # all units before the first gather, which can use the memory that is freed
         if not self._writers_awaited:
             self.await_writers()
         self._writers_awaited = False
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the root runs now, or has raised."""
+        return self._forward_thread != 0
+
+    @property
     def in_other_thread(self) -> bool:
         """Whether another thread is inside a forward of the root, or inside a backward."""
         here, failed = get_ident(), self.has_failed()
-        forward = self.in_forward and self._thread != here
-        if not failed and not forward:
+        if not failed and self._forward_thread in (0, here):
             return False
         threads = sys._current_frames()
         del threads[here]
-        root = [module for one in self.units[0].modules if (module := one()) is not None]
-        inside = forward and self._thread in threads and calls_on_stack(root, threads[self._thread])
-        return bool(inside) or (failed and any(map(engine_on_stack, threads.values())))
+        root = [module for ref in self.units[0].modules if (module := ref()) is not None]
+        frame = threads.get(self._forward_thread)
+        inside = frame is not None and calls_on_stack(root, frame) > 0
+        return inside or (failed and any(map(engine_on_stack, threads.values())))
 
     def refuse_other_threads(self, name: str) -> None:
-        """Raise in a forward that begins while another thread runs this model."""
+        """Raise if another thread runs this model while a forward begins in this thread."""
         if self.in_other_thread:
             raise RuntimeError(
                 f"the forward of unit '{name}' begins while another thread is inside a forward or "
@@ -168,14 +141,14 @@ class Runtime(Flow):
             )
 
     def give_up(self, unit: Unit) -> None:
-        """Another root takes this unit over: it belongs to two models."""
+        """Forget a unit that belongs to two models: the other root takes it over."""
         self._units = [reference for reference in self._units if reference() is not unit]
         self.order.forget(unit)
 
     def await_writers(self, event: Any = None) -> None:
-        """Make gathers wait for what has written main weights so far: for all that compute was
-        given, or only for ``event``, by which the user marks the optimizer's end. Later writes are
-        noticed by ``Group.gather``."""
+        """Make gathers wait for the writes to main weights so far: for all work that was issued to
+        the compute lane, or only for ``event``, which the user recorded at the end of the
+        optimizer's step. ``Group.gather`` notices later writes."""
         if event is None:
             self.lanes.join("gather", "compute")
         else:
@@ -186,13 +159,14 @@ class Runtime(Flow):
                 group.awaited = group.main.state
 
     def is_unanswered(self, calls: Calls) -> bool:
-        """Whether one of these calls was recorded after all forwards that a backward came to."""
+        """Whether one of these calls was recorded after the last forward that a backward came
+        to."""
         recorded = any(call.forward > self.answered for call in calls.awaited)
         return recorded and not self.has_failed()
 
     def end_forward(self) -> None:
         """The root's forward is over."""
-        self.in_forward = False
+        self._forward_thread = 0
         for unit in self.order.ran():
             unit.end_forward()
 
@@ -200,33 +174,27 @@ class Runtime(Flow):
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether a backward runs that another may follow (``retain_graph=True``)."""
+        """Whether a backward runs that keeps its graph for another (``retain_graph=True``)."""
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         return self.in_backward and kept
 
     def begin_backward(self) -> None:
-        """The first unit of a backward: be called when autograd is done, once."""
+        """A unit enters backward. The first unit has autograd call ``_backward_ended``."""
         if self._ending is not None:
             if self._ending() is not None:
                 return
             self.recover()  # the backward before this one raised
         self.order.begin_backward()
-        self.for_inputs = self._is_for_inputs()
-        ending = _Ending(self)
+        leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
+        self.for_inputs = is_for_inputs(leaves)
+        ending = weakly(self._backward_ended)
         self._ending = weakref.ref(ending, weakly(self.hide_weights))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(ending)
 
-    def _is_for_inputs(self) -> bool:
-        """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
-        if reaches_all_leaves():
-            return False
-        leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
-        return not any(map(will_come, leaves)) and not asks_for_all()
-
     def hide_weights(self, ending: Any = None) -> None:
-        """The modules hold the parameters at rest again. ``ending``: of a backward that may have
-        raised; nothing to do for one that ended."""
+        """Give the parameters at rest back to the modules. ``ending``: the reference to the ending
+        of a backward, which has died; does nothing if that backward has ended."""
         if ending is None or ending is self._ending:
             for unit in self.units:
                 unit.hide()
@@ -235,10 +203,18 @@ class Runtime(Flow):
         """Whether a backward began and never ended, because something raised inside it."""
         return self._ending is not None and not self.in_backward
 
-    def end_backward(self) -> None:
-        """Join the lanes and check. Gradients that are missing, or that were not reduced, are
-        named."""
-        # As if autograd had dropped the ending, until all of this is done: hooks may raise here.
+    def _backward_ended(self) -> None:
+        """Autograd calls this at the end of a backward, but not after a backward that raised."""
+        try:
+            self._end_backward()
+        except BaseException:
+            self.hide_weights()
+            raise
+
+    def _end_backward(self) -> None:
+        """Complete all units, join the lanes, and raise for gradients that are missing or were not
+        reduced."""
+        # Until this function is done, count the backward as failed: hooks may raise.
         self._ending = lambda: None
         units = self.units[::-1]
         for unit in self.order.unreached():
@@ -247,25 +223,30 @@ class Runtime(Flow):
             unit.end_backward()
         self.drain()
         self._reduce_left([] if self.for_inputs else units)
-        done = [unit for unit in units if not unit.waits_for_delayed]
-        left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
+        unreduced = [
+            f"'{name}' of unit '{unit.name}'"
+            for unit in units
+            if not unit.waits_for_delayed
+            for name in unit.arrivals.unreduced()
+        ]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
         self._conclude(units, graph_kept=self.keeps_graph)
-        if left:
+        if unreduced:
             raise RuntimeError(
-                f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
-                f"a backward inside of it may read weights that others read too. A checkpoint "
-                f"needs use_reentrant=False; the modules that an autograd function calls need "
-                f"fully_shard, each by itself. Else please report the order in which units run. "
-                f"reset_iter_state() on the root lets training go on"
+                f"gradients of {', '.join(unreduced)} were computed and not reduced in this "
+                f"backward: another backward, which runs inside of it, may read weights that other "
+                f"parts of the graph read too. A checkpoint needs use_reentrant=False; each module "
+                f"that an autograd function calls needs a fully_shard for itself. Else please "
+                f"report the order in which units run. To go on, call reset_iter_state() on the "
+                f"root"
             )
         self._ending = None
         if strays:
             raise RuntimeError(
                 f"gradients went to {', '.join(strays)} as before wrapping: forward uses a "
-                f"reference from then (in a list, a closure, an attribute), which nobody trains "
-                f"any more. Read the parameter from its module in forward, or share modules"
+                f"reference from then (in a list, a closure, an attribute), which no optimizer "
+                f"trains any more. Read the parameter from its module in forward, or share modules"
             )
         _refuse_missing(missing)
         whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
@@ -274,7 +255,8 @@ class Runtime(Flow):
             warn_of_unlike_gradients(group for unit in units for group in unit.groups)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
-        """Reduce what waits in units that only earlier microbatches used: this one is the last."""
+        """Reduce the gradients that wait in units which only earlier microbatches used, if this
+        microbatch is the last."""
         last = [unit for unit in units if unit.sync and unit.last and unit.reduce_outer]
         left = [unit for unit in last if unit.arrivals.waiting and not unit.waits_for_delayed]
         for unit in left:
@@ -283,12 +265,12 @@ class Runtime(Flow):
         self.drain()
 
     def reduce_waiting(self) -> None:
-        """Reduce, all the way, what backwards without gradient sync left: so a pipeline schedule
-        ends a step, whose backwards are over by then."""
+        """Reduce to the main gradients what backwards without gradient sync left. A pipeline
+        schedule calls this at the end of a step, when no backward runs."""
         units = self.units[::-1]
         for unit in units:
             unit.expect_waiting()
-        missing = self._missing(units)  # first: ranks that differ would wait for each other
+        missing = self._missing(units)  # before reducing: ranks that differ would hang there
         for unit in units:
             unit.reduce_waiting()
         self.drain()
@@ -296,7 +278,7 @@ class Runtime(Flow):
         _refuse_missing(missing)
 
     def _conclude(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
-        """Nothing runs any more: release weights, let the host see gradients."""
+        """No backward runs any more: release weights, and let the host read gradients."""
         for unit in units:
             unit.release_unused(graph_kept)
         self.answered = max(self.answered, *self.walked)
@@ -304,14 +286,15 @@ class Runtime(Flow):
         self.wait_on_host()
 
     def finish_late(self) -> None:
-        """A unit has completed. After backward nobody else will wait for its reduction."""
+        """A unit has completed. If backward is over already, wait for its reduction."""
         if self._ending is None and not self.in_backward:
             self.drain()
             self.wait_on_host()
 
     def _missing(self, units: Sequence[Unit]) -> list[str]:
-        """Parameters without a gradient that should have one, on any rank: all ranks raise. They
-        also raise for parameters that only some of them train."""
+        """The parameters that should have a gradient and got none on some rank; the same on all
+        ranks. Raises for parameters that only some ranks train, and, where a gradient may be None,
+        for those that got one on some ranks only."""
         units = [unit for unit in units if unit.groups]
         if self.for_inputs:
             return []
@@ -322,9 +305,9 @@ class Runtime(Flow):
                 _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)
                 for has in (True, False)
             )
-            found = numpy.concatenate([absent, trained, ~trained, used, unused])
-            found = any_rank_in_step(found, self.axes)
-            absent, trained, frozen, used, unused = numpy.split(found, 5)
+            facts = numpy.concatenate([absent, trained, ~trained, used, unused])
+            facts = any_rank_in_step(facts, self.axes)
+            absent, trained, frozen, used, unused = numpy.split(facts, 5)
             if (used & unused).any():
                 raise RuntimeError(
                     f"{', '.join(self._named(units, used & unused))} got a gradient on some ranks "
@@ -339,7 +322,7 @@ class Runtime(Flow):
         return self._named(units, absent)
 
     def _named(self, units: Sequence[Unit], chosen: comm.Facts) -> list[str]:
-        """The chosen ones of all parameters of these units, in words."""
+        """The names of the chosen parameters, among all parameters of these units."""
         if not chosen.any():
             return []
         names = [f"'{n}' of unit '{unit.name}'" for unit in units for n in unit.arrivals.names()]
@@ -348,22 +331,22 @@ class Runtime(Flow):
     # ------------------------------------------------------------------ after an exception
 
     def recover(self) -> None:
-        """Go on after a backward that raised. Nothing may be lost by it: gradients must have been
-        dropped by the user before."""
+        """Go on after a backward that raised. Raises if the user has not dropped all gradients,
+        which would be lost."""
         kept = [name for unit in self.units for name in unit.arrivals.kept()]
         if kept:
             raise RuntimeError(
                 f"the last backward raised an exception and left a part of its gradients "
-                f"({quoted(kept)}). Drop them before the "
-                f"next forward: call reset_iter_state() on the root module, or zero_grad()"
+                f"({quoted(kept)}). Drop them before the next forward: call reset_iter_state() on "
+                f"the root module, or zero_grad()"
             )
         self.reset()
 
     def reset(self) -> None:
-        """Forget an iteration that failed half way, its gradients included."""
+        """Forget an iteration that failed half way, with its gradients."""
         self.drop_reductions()
         self._ending = None
-        self.walked, self.in_forward = {0}, False
+        self.walked, self._forward_thread = {0}, 0
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()

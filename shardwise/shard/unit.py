@@ -4,10 +4,11 @@
 phase           where the modules stand: RESTING, FORWARD, BACKWARD
 calls           the forwards of the unit, each running, awaited, open or done (``call.py``)
 missing         the gradients that this backward has not brought yet (``arrivals.py``)
-delayed         of the missing gradients: those that come later, perhaps after this backward
+delayed         the missing gradients that are computed later, perhaps after this backward
 progress        what this backward has done for the unit: UNTOUCHED, GATHERED, PASSED, DONE
 
-Each event may do this (``=``: the fact stays; tests/contract/test_machine.py finds no other step):
+This table lists all that an event may do. ``=`` means that the fact stays.
+tests/contract/test_machine.py drives random programs and finds no other step.
 
     event           phase                   progress
     pre_forward     resting > forward       =
@@ -35,8 +36,9 @@ Each event may do this (``=``: the fact stays; tests/contract/test_machine.py fi
     release_unused  any = any               any > untouched         the backward is over
     rest            any > resting           =                       reshard(), or an exception
 
-A unit is complete in backward when no gradient is missing *and* no call is open: the first alone
-comes too early for frozen weights, the second alone where inputs need no gradient.
+A unit is complete in backward when no gradient is missing *and* no call is open. The first
+condition alone would hold too early where weights are frozen, the second where inputs need no
+gradient.
 """
 
 from __future__ import annotations
@@ -74,16 +76,16 @@ class Phase(enum.Enum):
 
 
 class Progress(enum.Enum):
-    """The progress of the backward that runs now, for one unit."""
+    """The work of the running backward for one unit."""
 
     UNTOUCHED = "untouched"
-    GATHERED = "gathered"  # its weights, or it was prefetched
-    PASSED = "passed"  # this rank skips a call of the unit; another may have entered it
-    DONE = "done"  # released and, in turn, reduced
+    GATHERED = "gathered"  # the weights are gathered, or a prefetch of them has begun
+    PASSED = "passed"  # this rank skips a call of the unit; another rank may have entered the call
+    DONE = "done"  # the weights are released; the gradients are reduced when their turn comes
 
 
 class Unit(Wrapped):
-    """The state behind one ``fully_shard`` call: what was wrapped, and where its step stands."""
+    """The state behind one ``fully_shard`` call: the wrapped modules, and how far a step is."""
 
     def __init__(self, *wrapped: Any, **settings: Any) -> None:
         super().__init__(*wrapped, **settings)
@@ -93,7 +95,7 @@ class Unit(Wrapped):
         self.rebind()
 
     def rebind(self) -> None:
-        """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
+        """Connect to the buffers of the groups, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = weakly(self.written, number)
             group.gradients.on_delayed = weakly(self.arrivals.delay, number)
@@ -106,30 +108,32 @@ class Unit(Wrapped):
     # ------------------------------------------------------------------ gradients arriving
 
     def arrived(self, key: Key, leaf: Tensor | None = None) -> None:
-        """Autograd has brought the gradient of one parameter, whole for this backward."""
+        """Autograd has brought the gradient of one parameter, complete for this backward."""
         if self.phase is not Phase.BACKWARD:
-            # Reached without any output's gradient: a parameter used outside forward.
+            # No gradient of an output came before: the parameter was used outside of forward.
             refuse_side_way(self)
             self._enter_backward()
         arrivals = self.arrivals
-        # Of a delayed one autograd brings what other uses add: the kernel tells of its own.
+        # For a delayed gradient, autograd reports only the other uses of the parameter. The kernel
+        # reports its own part through ``written``.
         if getattr(leaf, "delayed", False) or not arrivals.arrive(key):
             return
         if 0 < arrivals.elements <= arrivals.one_more:
-            # Two units' weights, this one's gradients and the packed ones of the unit before are
-            # four units of memory: the last of those goes before the last gradient comes.
+            # The weights of two units, the gradients of this unit and the packed gradients of the
+            # unit before take the memory of four units. Free the packed gradients before the last
+            # gradient comes.
             self.runtime.finish_issued()
         self.group_arrived(key[0])
         if not arrivals.missing and not self.calls.open:
             self._complete()
 
     def group_arrived(self, number: int) -> None:
-        """One more gradient of a group is here; for units that reduce by groups."""
+        """One more gradient of a group has come. For units that reduce each group by itself."""
 
     def written(self, number: int, index: int) -> None:
-        """A kernel added to the gradient of one parameter itself. Autograd's hook tells when it is
-        whole, after all uses of the parameter; nobody else tells of a delayed one, whose kernel no
-        longer reads the weight: it completes the unit."""
+        """A kernel has added to the gradient of one parameter by itself. A hook of autograd reports
+        when all uses of the parameter have contributed. No hook reports a delayed gradient, whose
+        kernel no longer reads the weight, so a delayed gradient counts as arrived here."""
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
         if (number, index) in self.arrivals.delayed:
@@ -138,10 +142,11 @@ class Unit(Wrapped):
     @property
     def waits_for_delayed(self) -> bool:
         """Whether nothing but delayed gradients keeps this unit in backward."""
-        return self.arrivals.only_delayed and not self.calls.open
+        missing, delayed = self.arrivals.missing, self.arrivals.delayed
+        return 0 < len(missing) == len(delayed) and not self.calls.open
 
     def inputs_done(self, call: Call) -> None:
-        """The gradients of one call's inputs are on their way."""
+        """Autograd has computed the gradients of the inputs of one call."""
         self.calls.leave(call)
         if self.phase is Phase.BACKWARD and not self.arrivals.missing and not self.calls.open:
             self._complete()
@@ -161,7 +166,7 @@ class Unit(Wrapped):
             group.main.version.before_step = weakly(self.before_step)
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
+        """Gather the weights, cast the inputs, and put a gate on the gradients of the inputs."""
         runtime = self.runtime
         runtime.lanes.refuse_capture(f"forward of '{self.name}'")
         refuse_transforms(self)
@@ -172,7 +177,7 @@ class Unit(Wrapped):
             if not recomputing and self.is_root:
                 runtime.begin_forward()
             elif not recomputing and not runtime.in_forward:
-                self.tidy()  # called by itself; else the root has tidied all units
+                self.tidy()  # this unit is called by itself; the root tidies all units
             if self.phase is not Phase.BACKWARD:
                 self.phase = Phase.FORWARD
             self.expose("forward")
@@ -188,7 +193,7 @@ class Unit(Wrapped):
         return call.pass_inputs(args, kwargs) if recorded and self.groups else (args, kwargs)
 
     def _recover(self) -> None:
-        """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
+        """Recover if an exception, or an interrupt by the user, ended a forward or a backward."""
         self.runtime.refuse_other_threads(self.name)
         if self.runtime.has_failed():
             self.runtime.recover()
@@ -198,17 +203,18 @@ class Unit(Wrapped):
             unit.drop_dead_calls(entering=unit is self)
 
     def drop_dead_calls(self, entering: bool) -> None:
-        """Forget calls that an exception ended. ``entering``: one more has begun just now."""
+        """Forget the calls that an exception ended. ``entering``: the stack has one call more,
+        which begins or ends just now."""
         if self.calls.drop_dead(entering):
             self.calls.forget({self.runtime.forward})
-            self._rest()  # writes to the whole weights are dropped with what failed
+            self._rest()  # writes to whole weights are dropped with the forward that failed
 
     def tidy(self) -> None:
-        """Prepare for a forward: follow ``.to()`` and ``requires_grad_``, drop what was dropped."""
+        """Prepare for a forward: follow ``.to()`` and ``requires_grad_``, and free the memory of
+        gradients that the user dropped."""
         self.follow_moves()
         self.refuse_changes()
-        if self.members is not None:
-            self.members.refuse_added(self)
+        self.members.refuse_added(self)
         self.hide_at_rest()
         self.arrivals.refuse_delayed(self.name)
         for group in self.groups:
@@ -220,7 +226,7 @@ class Unit(Wrapped):
         self.arrivals.listen(self.arrived)
 
     def post_forward(self, output: Any) -> Any:
-        """Release unless told to keep; and be called when a gradient of an output comes."""
+        """Release the weights unless they are to be kept, and watch the gradients of outputs."""
         refuse_generator(self, output)
         call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
@@ -235,11 +241,10 @@ class Unit(Wrapped):
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
-        """Ask to be called when a gradient comes, of an output or of a tensor that a module
-        keeps."""
-        kept = self.members.side_outputs() if self.members is not None else ()
+        """Hook ``pre_backward`` to the gradients of the outputs, and of tensors that a module
+        keeps. Returns whether a gradient can come."""
         try:
-            return call.watch_outputs(output, kept)
+            return call.watch_outputs(output, self.members.side_outputs())
         except TypeError as error:
             if any(group.comes_and_goes for group in self.groups):
                 raise TypeError(f"unit '{self.name}': {error}") from None
@@ -254,19 +259,19 @@ class Unit(Wrapped):
                 self.hide()
                 self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
-                self.hide()  # after an evaluation people write to parameters and build optimizers
+                self.hide()  # after an evaluation, users write to parameters and build optimizers
         self.phase = Phase.RESTING
         refuse(lost)
 
     def end_forward(self) -> None:
-        """The root's forward is over: a list of modules of which only some ran goes to rest too,
-        and so does a unit whose exception the model itself has caught."""
+        """The forward of the root is over. A list of modules of which only some ran goes to rest
+        too, and so does a unit that raised an exception which the model has caught."""
         if self.phase is Phase.FORWARD:
             self.calls.stop()
             self._end_forward(torch.is_grad_enabled())
 
     def pre_backward(self, call: Call) -> None:
-        """The first gradient of an output: whole weights for backward."""
+        """The first gradient of an output has come: gather the weights for backward."""
         first = call.enters()
         if first and self.gather_in_backward and call.weights != self.versions:
             refuse_written(self, call.weights)
@@ -278,7 +283,7 @@ class Unit(Wrapped):
 
     def _enter_backward(self) -> None:
         self.refuse_changes()
-        if self.shows_at_rest:  # since its forward
+        if self.shows_at_rest:  # the modules have held whole weights since the forward
             refuse(self.lost_writes())
             self.take_trainability()
         runtime = self.runtime
@@ -295,14 +300,14 @@ class Unit(Wrapped):
         if self.gather_in_backward:
             with annotate(self.name, "gather for backward"):
                 self.expose("backward")
-                if self.progress is not Progress.PASSED:  # else it was done when others did
+                if self.progress is not Progress.PASSED:  # else ``pass_by`` has prefetched
                     self._prefetch_backward()
                 if self.progress is Progress.UNTOUCHED:
                     self.progress = Progress.GATHERED
 
     def _foresight(self) -> Callable[[Tensor], bool] | None:
-        """Which gradients to wait for. Where all will come, or that cannot be told: all (None); the
-        end of backward knows which have not come."""
+        """Which gradients to wait for. None means all: all will come, or this cannot be known, and
+        the end of backward finds the gradients that have not come."""
         if self.runtime.for_inputs:
             return will_come
         self.arrivals.follow()
@@ -312,33 +317,36 @@ class Unit(Wrapped):
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
-        wanted = after is not None and after.gathers_in_backward
-        self._prefetch(after if wanted else None, self.backward_prefetch, "backward")
+        if after is not None and not (after.expects_backward and after.gather_in_backward):
+            after = None
+        self._prefetch(after, self.backward_prefetch, "backward")
 
     def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
-        """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
+        """Prepare for the gradients of a backward. ``comes``: which gradients of trained parameters
+        to wait for. None means all."""
         last, zeros = self.last and self.reduce_outer, self.unused == "zeros"
         for group in self.groups:
-            aside = self.runtime.for_inputs
-            group.gradients.begin(sync=self.sync, last=last, zeros=zeros, unwanted=aside)
+            unwanted = self.runtime.for_inputs
+            group.gradients.begin(sync=self.sync, last=last, zeros=zeros, unwanted=unwanted)
         self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:
-        """This rank skips the unit, or its backward has ended; another rank may run the unit. Issue
-        the same collectives in the same order, with zeros for gradients."""
+        """This rank skips the unit, or its backward has ended. Another rank may run the unit, so
+        issue the same collectives in the same order, with zeros for gradients."""
         if self.unused != "zeros" or self.progress is Progress.DONE or not self.expects_backward:
             return
         if ended and self.phase is Phase.FORWARD and not self.calls.outside:
-            refuse(self._rest())  # recomputed, and no gradient came after all
+            refuse(self._rest())  # the unit was recomputed, and no gradient came after that
         if self.phase is not Phase.RESTING:
             return
         leaves = self.arrivals.leaves()
-        comes = not ended and any(map(will_come, leaves))  # from another call of it
+        comes = not ended and any(map(will_come, leaves))  # through another call of the unit
         if self.gather_in_backward and self.progress is not Progress.PASSED:
             if self.progress is Progress.UNTOUCHED:
                 self.gather("backward")
             self._prefetch_backward()
-            if not comes and self.release_after_backward:  # else ranks that entered it hold it too
+            # If a gradient comes, keep the weights: other ranks are in the unit and keep theirs.
+            if not comes and self.release_after_backward:
                 refuse(self.put_away())
         self.progress = Progress.PASSED
         if leaves and not comes:
@@ -349,21 +357,17 @@ class Unit(Wrapped):
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
+        """Whether a forward of this unit waits for its backward. The same on every rank."""
         return bool(self.calls.awaited)
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        """Whether backward will want this unit's weights."""
-        return self.expects_backward and self.gather_in_backward
 
     def _complete(self) -> None:
         """Release the weights first, then reduce: the two never need memory at the same time."""
         lost = self.put_away(release=self.release_after_backward)
-        # torch's checkpoint stops a recomputation once it has all: that forward never ends.
+        # A checkpoint of torch stops a recomputation as soon as it has all tensors. The forward
+        # that it recomputed never ends.
         self.calls.stop()
         self.phase = Phase.RESTING
-        if self.runtime.in_backward:  # else a delayed gradient came after it
+        if self.runtime.in_backward:  # else a delayed gradient came after backward
             self.progress = Progress.DONE
         if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
@@ -372,7 +376,8 @@ class Unit(Wrapped):
 
     @property
     def holds_turn(self) -> bool:
-        """Whether units behind must wait: this one is in backward, or other ranks' may be."""
+        """Whether the units behind must wait with reducing: this unit is in backward, or may be on
+        another rank."""
         if not self.arrivals.trainable:
             return False
         if self.phase is Phase.BACKWARD:
@@ -380,13 +385,13 @@ class Unit(Wrapped):
         return self.unused == "zeros" and self.expects_backward
 
     def end_backward(self) -> None:
-        """Backward is over: complete what waited for nothing any more."""
+        """Backward is over: complete the unit, unless delayed gradients are still to come."""
         if self.phase is Phase.FORWARD and not self.calls.outside:
-            refuse(self.rest())  # recomputed, and no gradient came after all
+            refuse(self.rest())  # the unit was recomputed, and no gradient came after that
         if self.phase is not Phase.BACKWARD:
             return
         self.calls.stop()
-        if self.waits_for_delayed:  # it reduces then; the weights are not needed for that
+        if self.waits_for_delayed:  # the last of them reduces, which needs no weights
             refuse(self.put_away())
             return
         self.arrivals.delayed.clear()
@@ -395,7 +400,7 @@ class Unit(Wrapped):
     # ------------------------------------------------------------------ values from elsewhere
 
     def adopt(self) -> None:
-        """Take over values that ``module.to(...)`` and the like put beside the buffers."""
+        """Move values that ``module.to(...)`` and the like put elsewhere into the buffers."""
         for group in self.groups:
             group.adopt()
         self.rebind()
@@ -409,35 +414,33 @@ class Unit(Wrapped):
             self.progress = Progress.GATHERED
 
     def gather_early(self, number: int) -> None:
-        """The optimizer is done with this group: bring its weights while it computes the others.
-
-        Whoever writes to them once more makes them stale, and the next forward gathers again.
-        """
-        runtime = self._runtime  # none before the first forward, which gathers everything
+        """The optimizer has stepped one group: gather its weights while the optimizer computes the
+        other groups. A later write makes them stale, and the next forward gathers again."""
+        runtime = self._runtime  # None before the first forward, which gathers all groups
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
             self.groups[number].gather(runtime)
 
     def expose(self, reads: Reads) -> None:
-        """Gather, wait, and put the whole weights in the modules' hands; in a forward whose modules
-        wait for their own weights, what has arrived."""
+        """Gather, wait, and show the whole weights to the modules. In a staged forward, where each
+        module waits for its own weights, show the weights that have arrived."""
         self.gather(reads)
         if not (self._staged and self.phase is Phase.FORWARD):
             self.wait()
         self.show()
 
     def show_again(self) -> None:
-        """Give the modules what their phase needs, after a look at the parameters at rest."""
+        """Show the whole weights again in forward or backward, after a state dict was made."""
         if self.phase is not Phase.RESTING and not self.shown:
             self.show()
 
     @property
     def shows_at_rest(self) -> bool:
-        """Whether the modules hold whole weights at rest: by ``unshard()``, or since a forward."""
+        """Whether modules at rest hold whole weights, after ``unshard()`` or since a forward."""
         return self.shown and self.phase is Phase.RESTING
 
     def hide(self, force: bool = False) -> None:
-        """The modules hold the parameters at rest again, and what was said to the whole ones since
-        the forward is over (``requires_grad_``) holds for these."""
+        """Give the parameters at rest back to the modules. They take over ``requires_grad_`` of the
+        whole parameters, if it was called after forward. ``force``: also if nothing is shown."""
         if self.shows_at_rest:
             self.take_trainability()
         if self.shown or force:
@@ -446,14 +449,14 @@ class Unit(Wrapped):
             self.shown, self._here = False, [False] * len(self.groups)
 
     def hide_at_rest(self) -> None:
-        """Hide whole weights that stayed after a forward or an ``unshard()``. Raises for writes to
-        them, which are lost."""
+        """Hide whole weights that stayed after a forward or an ``unshard()``. Raises if they were
+        written to, because such writes are lost."""
         if self.shows_at_rest:
             refuse(self.put_away(release=False))
 
     def release_unused(self, graph_kept: bool) -> None:
-        """Release, after backward, weights that were prefetched and not used."""
-        if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
+        """Backward is over: release weights that were prefetched and not used."""
+        if self.unused == "zeros" or not graph_kept:  # else a backward may walk the other calls
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
@@ -462,8 +465,8 @@ class Unit(Wrapped):
             refuse(self.put_away())
 
     def rest(self) -> RuntimeError | None:
-        """Go to rest, whatever happened before (``reshard``, ``reset_iter_state``). Returns the
-        error for writes that are lost with the whole weights."""
+        """Go to rest from any state (``reshard``, ``reset_iter_state``). Returns the error for
+        writes that are lost with the whole weights."""
         lost = self._rest()
         self.calls.awaited.clear()
         return lost
@@ -477,7 +480,7 @@ class Unit(Wrapped):
 
     def _rest(self) -> RuntimeError | None:
         if self._runtime is not None:
-            self.wait()  # messages under way cannot be called back
+            self.wait()  # gathers under way cannot be cancelled
         lost = self.put_away(release=self._runtime is not None)
         self.phase = Phase.RESTING
         self.calls.stop()
@@ -486,10 +489,9 @@ class Unit(Wrapped):
 
     def put_away(self, *, release: bool = True) -> RuntimeError | None:
         """Hide the whole weights and give their memory back. Returns the error for writes that are
-        lost with them."""
+        lost with the whole weights."""
         lost = self.lost_writes()
         self.hide()
         if release:
-            comes = self.expects_backward or self.runtime.keeps_graph
-            self.release(for_good=not comes)
+            self.release(for_good=not (self.expects_backward or self.runtime.keeps_graph))
         return lost

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter as forward and its kernels see it: WholeParameter, or WholeDTensor where it is a tile
-of tensor parallelism."""
+"""Whole: a parameter as forward and its kernels see it. A tile of tensor parallelism is a
+WholeDTensor, any other parameter a WholeParameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
-AUTOGRADS: Any = torch.Tensor.grad  # what autograd brought and nobody has packed yet
+AUTOGRADS: Any = torch.Tensor.grad  # the gradient that autograd brought and that is not packed yet
 LOST = (
     "gathered weights are copies that every gather makes from the main weights, so a write to them "
     "(inside forward, between a forward and its backward, after unshard()) is lost. Write to the "
@@ -31,24 +31,26 @@ LOST = (
 class Whole(Tensor):
     """A parameter as forward sees it: a view of gathered memory.
 
-    A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
-    first contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite
-    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient or none,
-    for a parameter that is an input of its node: autograd tells when the last use is done.
+    A kernel that computes a weight gradient adds it to ``main_grad``, which is zero before the
+    first contribution, and then sets ``grad_added_to_main_grad = True``. To save the zeroing, a
+    kernel that can overwrite calls ``fresh_main_grad()``. In both cases the kernel may return any
+    gradient or none for a parameter that is an input of its node. A hook of autograd reports when
+    the last use of the parameter is done.
     """
 
-    # Set by a forward that gives autograd something else to bring it to its backward, where it will
-    # say ``delay()``: no graph tells that a gradient comes.
+    # Whether the gradient is delayed. Set by a forward whose backward will call ``delay()``: the
+    # parameter is no input of a node, so no graph shows that a gradient will come.
     delayed: bool = False
     _gradients: ref[Gradients] | None = None
     _index = 0
-    _added = False
-    # Whether the kernel that added it brought autograd nothing: what autograd brings is of others.
+    _added = False  # whether a kernel has added the gradient to ``main_grad``
+    # Whether that kernel returned no gradient, so that the gradient of autograd is of other uses.
     others_count = False
-    # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
+    # The tensors that ``.data`` returned since forward began. The version of the parameter does not
+    # count writes to them.
     _lent: tuple[Tensor, ...] = ()
-    _counted = 0  # the version up to which writes are known
-    loans = 0  # how often ``.data`` of any parameter was asked for
+    _counted = 0  # the version at the last ``was_written`` or ``outdate``
+    loans = 0  # how often ``.data`` of any parameter was read
 
     @property  # type: ignore[override]
     def data(self) -> Tensor:
@@ -63,21 +65,23 @@ class Whole(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
-        """The gradient of the parameter at rest: weights that stay gathered after a forward hold no
-        other. (Not for torch.compile, which would trace it.)"""
+        """The gradient that autograd brought, else the gradient of the parameter at rest. (Not in
+        torch.compile, which would trace the second.)"""
         with torch._C.DisableTorchFunctionSubclass():
             brought = AUTOGRADS.__get__(self)
-        rest = self._at_rest if brought is None and TracingContext.try_get() is None else None
-        return brought if rest is None else rest.grad
+        if brought is not None or TracingContext.try_get() is not None:
+            return brought
+        rest = self._at_rest
+        return None if rest is None else rest.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         rest = self._at_rest
         if value is not None and torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"{self.name_here}.grad = ... inside a backward: this rank's own gradient, which "
-                f"nobody would reduce. Return it from the autograd function's backward, or add it "
-                f"to weight.main_grad and set weight.grad_added_to_main_grad = True"
+                f"{self.name_here}.grad = ... inside a backward: it is the gradient of this rank "
+                f"alone and would not be reduced. Return it from the autograd function's backward, "
+                f"or add it to weight.main_grad and set weight.grad_added_to_main_grad = True"
             )
         if rest is not None:
             rest.grad = value
@@ -85,22 +89,23 @@ class Whole(Tensor):
             AUTOGRADS.__set__(self, value if rest is None else None)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """On the parameter at rest, whose gradient the hook will ask for."""
+        """Register the hook on the parameter at rest, whose gradient the hook will read."""
         owner: Any = super() if self._at_rest is None else self._at_rest
         return owner.register_post_accumulate_grad_hook(hook)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor of the values: so torch.save writes what hooks of saved tensors keep."""
+        """Pickle as a plain tensor of the values: hooks of saved tensors may use torch.save."""
         return self.detach().as_subclass(Tensor).clone().__reduce_ex__(protocol)
 
     @property
     def _at_rest(self) -> Tensor | None:
+        """The parameter at rest; None if the group is gone."""
         gradients = self._gradients() if self._gradients is not None else None
         return None if gradients is None else gradients.sharded[self._index]
 
     def show(self, memory: Tensor) -> None:
-        """Make this parameter a view of gathered memory. Its version counter stays its own, so a
-        gather is no in-place change to autograd."""
+        """Make this parameter a view of gathered memory. The parameter keeps its version counter,
+        so for autograd a gather is no in-place change."""
         _DATA.__set__(self, memory)
 
     def show_gone(self, nothing: Tensor) -> None:
@@ -114,12 +119,12 @@ class Whole(Tensor):
 
     def local_gradient(self, grad: Tensor) -> Tensor:
         """The gradient that autograd brought, as a plain tensor like ``memory``."""
-        if isinstance(grad, ShardedTensor):  # summed with pieces: of other ranks nothing is there
+        if isinstance(grad, ShardedTensor):  # a sum with this rank's piece of another gradient
             raise RuntimeError(
                 f"the gradient of {self.name_here} came in pieces: this weight stays gathered from "
                 f"its forward to its backward, and the loss multiplies it with a tensor at rest, "
                 f"such as a copy of it. Compute that part of the loss before the forward, or with "
-                f"full_tensor() of what is at rest"
+                f"full_tensor() of the tensor at rest"
             )
         if grad.requires_grad:
             raise RuntimeError(
@@ -135,22 +140,22 @@ class Whole(Tensor):
         return grad
 
     def full_tensor(self) -> Tensor:
-        """The whole main weight, of which this is a copy (collective): for scripts that ask without
-        looking whether the weights are gathered just now."""
+        """The whole main weight, of which this is a copy (collective). For scripts that call it
+        whether the weights are gathered or not."""
         return self._group.sharded[self._index].full_tensor()  # type: ignore[attr-defined,no-any-return]
 
     def outdate(self) -> None:
-        """Let autograd take the values that it saved for those of before a write."""
+        """Make autograd raise if it reads the values that it has saved, as after a write."""
         torch.autograd.graph.increment_version(self)
         self._counted = self._version
 
     def was_written(self) -> bool:
-        """Whether somebody wrote to the values since this was last asked."""
-        lent, known, version = self._lent, self._counted, self._version
-        if not lent and version == known:
+        """Whether the values were written since the last call."""
+        lent, before, version = self._lent, self._counted, self._version
+        if not lent and version == before:
             return False
         self._lent, self._counted = (), version
-        return version != known or any(one._version for one in lent)
+        return version != before or any(tensor._version for tensor in lent)
 
     @property
     def name_here(self) -> str:
@@ -167,15 +172,16 @@ class Whole(Tensor):
         return view
 
     def fresh_main_grad(self) -> tuple[Tensor, bool]:
-        """The same memory, and whether its contents are undefined and to be overwritten."""
+        """The same memory, and whether its contents are undefined and must be overwritten."""
         return self._group.destination(self._index)
 
     def delay(self) -> None:
-        """Say inside a backward that the gradient comes later than this backward ends."""
+        """Declare, inside a backward, that the gradient may come after the end of this backward."""
         self._group.on_delayed(self._index)
 
     @property
     def _group(self) -> Gradients:
+        """The gradients of the parameter's group."""
         gradients = self._gradients() if self._gradients is not None else None
         if gradients is None:
             raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
@@ -205,10 +211,12 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
     _is_param: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """DTensor's would import torch's compiler, whose import keeps the caller's frame alive."""
+        """Do nothing. The constructor of DTensor would import torch's compiler, and that import
+        keeps the frame of the caller alive."""
 
     @staticmethod
     def of(tile: Tile, memory: Tensor, requires_grad: bool) -> WholeDTensor:
+        """A parameter whose local tensor is ``memory``, one tile of the whole."""
         made = WholeDTensor._around(memory, tile.seen_spec(memory.dtype), requires_grad)
         made._tile, made._is_param = tile, True
         return made
@@ -219,7 +227,7 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
             WholeDTensor,
             spec.shape,
             spec.stride,
-            memory.storage_offset(),  # as DTensor's own, which torch.compile counts on
+            memory.storage_offset(),  # as DTensor does; torch.compile relies on it
             dtype=memory.dtype,
             device=memory.device,
             requires_grad=requires_grad,
@@ -229,7 +237,7 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> WholeDTensor:
-        """For torch.compile, whose graphs take tensors of the class that it has traced."""
+        """Make a tensor of this class for torch.compile, whose graphs expect the traced class."""
         plain: Any = DTensor.__tensor_unflatten__(inner, context, size, stride)
         return WholeDTensor._around(plain._local_tensor, plain._spec, plain.requires_grad)
 
@@ -239,7 +247,8 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
             fresh = WholeDTensor.of(self._tile, memory, False)
             _DATA.__set__(self, fresh)
             self._spec = fresh._spec
-        self._local_tensor = memory.data  # a version counter of its own too: a graph may save it
+        # ``.data`` has a separate version counter: a graph may save the local tensor.
+        self._local_tensor = memory.data
 
     def show_gone(self, nothing: Tensor) -> None:
         self._local_tensor = nothing
@@ -253,15 +262,15 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
 
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:
-    """Copy what users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks,
-    ...): reaches every tensor that stands for it."""
+    """Copy the attributes that users and frameworks set on a parameter (``_no_decay``, marks of
+    tensor parallelism, ...) to another tensor that stands for the parameter."""
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
             setattr(target, name, value)
 
 
 def _refuse_whole(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer that was built while weights were gathered would train copies."""
+    """Raise for an optimizer that was built while weights were gathered: it would train copies."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, Whole):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped: the modules and groups of one call, the user's settings, the runtime they share, and the
-whole weights of the groups:
+"""Wrapped: the modules and groups of one call, the user's settings, the runtime of the model, and
+the whole weights of the groups:
 
     at rest   the modules hold DTensors over the main weight
     shown     the modules hold whole parameters, views of gathered memory
 
-Nothing of the settings changes within a step. The facts that do are in ``unit.py``.
+Settings do not change within a step. The facts that change are in ``unit.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, Whole
 from shardwise.streams import annotate
 
-# (a module's parameter dictionary, name in it, group, index): the dictionary, not the module, so
-# that nothing here keeps a model alive
+# (the parameter dictionary of a module, name in it, group, index). The dictionary, not the module,
+# so that no place keeps a model alive.
 Place = tuple[dict[str, Any], str, int, int]
 
 
@@ -47,9 +47,11 @@ class Held(NamedTuple):
 
 
 class Wrapped:
-    """The modules and groups that one call wrapped. Modules are held weakly: they hold this."""
+    """The modules and groups that one call wrapped. References to modules are weak, because modules
+    refer to this object."""
 
     by_group = False  # whether groups, listed as backward fills them, are reduced one by one
+    members: Members  # set once the modules are wrapped
 
     def __init__(
         self,
@@ -66,13 +68,14 @@ class Wrapped:
         staged: bool = False,
         early: bool = False,
     ) -> None:
-        """``staged``: modules wait for their own weights, not for all."""
+        """``staged``: each module waits for its own weights, not for all."""
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
         self.groups, self.places = list(groups), list(places)
         self._staged, self.shown = staged, False
         self._here = [False] * len(groups)  # by group: whether the modules hold its whole weights
-        self._lent: list[weakref.ref[Tensor]] = []  # outputs of this forward in memory of weights
+        # The outputs of this forward that lie in the memory of whole weights.
+        self._lent: list[weakref.ref[Tensor]] = []
         self.precision = precision
         self.release_after_forward = release_after_forward
         self.release_after_backward = True
@@ -84,10 +87,9 @@ class Wrapped:
         self._comm_ctx = SharedLanes()  # torch's name: its ``share_comm_ctx`` sets it
         # By (group, index): how each parameter is stored, for reports.
         self.stored: dict[tuple[int, int], Stored] = {}
-        # The parameters as they were before wrapping, by name: nobody should train those any more.
+        # The parameters of before wrapping, by name. They should get no gradients any more.
         self.originals: list[tuple[str, weakref.ref[Tensor]]] = []
-        self.held: list[Held] = []  # by the parameters before wrapping
-        self.members: Members | None = None  # of the modules, once they are wrapped
+        self.held: list[Held] = []  # the memory of the parameters of before wrapping
         self.is_root = False
         self.sync = True
         self.last = True
@@ -103,7 +105,7 @@ class Wrapped:
         return self._runtime
 
     def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
-        """The root's first forward: this unit gets its name in the model, lanes and memory."""
+        """The first forward of the root begins: take a name in the model, lanes and memory."""
         if self._runtime is not None:
             self._runtime.give_up(self)  # type: ignore[arg-type]
         self.name, self.is_root = name, is_root
@@ -116,7 +118,7 @@ class Wrapped:
     def adopt_runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
         for group in self.groups:
-            group.awaited = None  # by other lanes, perhaps
+            group.awaited = None  # other lanes may have waited for the last write
             group.gradients.source = runtime.source
             if group.offload:
                 runtime.offloads = True
@@ -129,7 +131,8 @@ class Wrapped:
         return [group.main.state for group in self.groups]
 
     def gather(self, reads: Reads) -> None:
-        """Begin to bring what forward or backward reads; by groups, what forward reads first."""
+        """Begin to gather what forward or backward reads. Buckets, which are listed in the order of
+        backward, are gathered in the order of forward."""
         for group in reversed(self.groups) if self.by_group else self.groups:
             group.gather(self.runtime, reads)
 
@@ -139,13 +142,13 @@ class Wrapped:
             group.wait(self.runtime)
 
     def show(self) -> None:
-        """Put the weights in the modules' hands; where these wait for their own, what is here."""
+        """Show the whole weights to the modules; if staged, the weights that have arrived."""
         self.shown = True
         groups = enumerate(self.groups)
-        self.show_groups([n for n, one in groups if not (self._staged and one.pending)])
+        self.show_groups([n for n, group in groups if not (self._staged and group.pending)])
 
     def show_groups(self, numbers: Sequence[int]) -> None:
-        """Put the whole weights of these groups in the modules' hands, once they are there."""
+        """Wait for the whole weights of these groups, and show them to the modules."""
         missing = [number for number in numbers if not self._here[number]]
         for number in missing:
             self.groups[number].wait(self.runtime)
@@ -157,10 +160,10 @@ class Wrapped:
     def assign(self) -> None:
         """Take over values that ``load_state_dict(assign=True)`` put in place of the parameters."""
         for parameters, name, number, index in self.places:
-            held, ours = parameters.get(name), self.groups[number].sharded[index]
-            if held is not None and held is not ours:
-                parameters[name] = ours
-                self.groups[number].assign(index, held)
+            value, sharded = parameters.get(name), self.groups[number].sharded[index]
+            if value is not None and value is not sharded:
+                parameters[name] = sharded
+                self.groups[number].assign(index, value)
         self.adopt()  # type: ignore[attr-defined]
 
     def take_trainability(self) -> None:
@@ -169,72 +172,71 @@ class Wrapped:
             group.take_trainability()
 
     def lost_writes(self) -> RuntimeError | None:
-        """The error for whole weights that somebody wrote to; asked before their release."""
+        """The error for writes to whole weights, which their release would lose."""
         names = [name for group in self.groups for name in group.lost_writes()]
         return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
     def left(self, output: Any) -> None:
-        """A forward of this unit is over; note what of its output lies in the memory of weights."""
+        """A forward of this unit is over. Note the outputs that lie in the memory of weights."""
         self.runtime.order.left(self)  # type: ignore[arg-type]
-        coming = [group for group in self.groups if group.comes_and_goes]
-        memory = {storage_of(block.tensor) for group in coming for block in group.blocks}
-        for found in look_into(output, set()) if memory and self.releases_after_forward else ():
-            values = found.memory if isinstance(found, Whole) else found
+        released = [group for group in self.groups if group.comes_and_goes]
+        memory = {storage_of(block.tensor) for group in released for block in group.blocks}
+        for item in look_into(output, set()) if memory and self.releases_after_forward else ():
+            values = item.memory if isinstance(item, Whole) else item
             stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
             if stored and storage_of(values) in memory:
-                self._lent.append(weakref.ref(found))
+                self._lent.append(weakref.ref(item))
 
     def lent(self) -> RuntimeError | None:
-        """The error for outputs of forward, of any module of a list, that lie in weights which are
-        released next, and that somebody still has."""
-        found = [one for reference in self._lent if (one := reference()) is not None]
+        """The error for outputs that are still alive and lie in weights which are released next."""
+        outputs = [output for reference in self._lent if (output := reference()) is not None]
         self._lent.clear()
-        if not found:
+        if not outputs:
             return None
         return RuntimeError(
             f"the forward of {self.groups[0].label} returns a tensor of shape "
-            f"{list(found[0].shape)} that lies in the memory of its weights, which is released "
+            f"{list(outputs[0].shape)} that lies in the memory of its weights, which is released "
             f"now: return a clone, or wrap with reshard_after_forward=False"
         )
 
     def release(self, kept_axis: comm.Axis | None = None, *, for_good: bool = False) -> None:
-        """Give the memory back; 1/k of it stays on each of the k ranks of ``kept_axis``."""
+        """Give the memory back. Each of the k ranks of ``kept_axis`` keeps 1/k of the weights.
+        ``for_good``: no backward will read the weights."""
         for group in self.groups:
             if kept_axis is not None:
                 group.keep_part(self.runtime, kept_axis)
             group.release(self.runtime, for_good=for_good)
 
     def follow_moves(self) -> None:
-        """Take over parameters at rest that a module inside the unit moved to other memory by
-        itself: ``model.head.to(dtype)``, ``to_empty(recurse=False)``."""
+        """Take over parameters at rest that a module inside the unit has moved to other memory
+        (``model.head.to(dtype)``, ``to_empty(recurse=False)``)."""
         if any(group.moved for group in self.groups):
             refuse(self._rest())  # type: ignore[attr-defined]
             refuse_swapped(self)  # type: ignore[arg-type]
             self.adopt()  # type: ignore[attr-defined]
 
     def before_step(self) -> None:
-        """An optimizer writes next. Where a forward that no backward followed, or that was
-        interrupted, left whole weights in the modules, their readers would see old values."""
+        """An optimizer writes next. Hide whole weights that stayed in the modules after a forward
+        without a backward, or after an interrupt: they would show the old values."""
         if self.shown and not self.runtime.in_backward:
             self.drop_dead_calls(entering=False)  # type: ignore[attr-defined]
             self.hide_at_rest()  # type: ignore[attr-defined]
 
     def refuse_changes(self) -> None:
-        """Raise where the modules hold other parameters than they were wrapped with, or moved only
-        some of them."""
+        """Raise if the modules hold other parameters than they were wrapped with, or if only some
+        parameters of a group were moved."""
         for group in self.groups:
             group.refuse_moved_apart()
-        if self.members is not None:
-            self.members.refuse_replaced(self)  # type: ignore[arg-type]
+        self.members.refuse_replaced(self)  # type: ignore[arg-type]
 
     def release_until_backward(self, kept: bool) -> None:
-        """Give the whole weights back after a forward. ``kept``: one that a backward may follow;
-        where that will not gather them, autograd raises if it reads them after all."""
+        """Give the whole weights back after a forward. ``kept``: a backward may follow the forward.
+        If that backward does not gather the weights, autograd raises if it reads them."""
         for_good = not kept and not self.calls.awaited  # type: ignore[attr-defined]
         self.release(self.kept_axis if kept else None, for_good=for_good)
         if kept and not self.gather_in_backward:
-            for group in (group for group in self.groups if group.comes_and_goes):
-                for parameter in group.unsharded:
+            for group in self.groups:
+                for parameter in group.unsharded if group.comes_and_goes else ():
                     parameter.outdate()
 
     @property
@@ -246,9 +248,9 @@ class Wrapped:
     def _prefetch(
         self, guess: Any, wanted: list[weakref.ref[Any]] | None, reads: Reads = "forward"
     ) -> None:
-        """Prefetch the units that the user listed, or else the one that the recorded order
-        expects."""
-        units = [reference() for reference in wanted] if wanted is not None else [guess]
+        """Prefetch the units that the user listed (``wanted``), else the unit that is expected next
+        (``guess``)."""
+        units = [guess] if wanted is None else [reference() for reference in wanted]
         for unit in units:
             if unit is not None and unit is not self:
                 unit.prefetch(reads)
@@ -256,7 +258,7 @@ class Wrapped:
     # ------------------------------------------------------------------ reductions
 
     def reduce(self) -> None:
-        """Reduce the gradients: every unit before this one has."""
+        """Reduce the gradients. All units before this one have reduced theirs."""
         with annotate(self.name, "reduce gradients"):
             for group in self.groups:
                 if group.trainable:
@@ -277,8 +279,8 @@ class Wrapped:
 
     # ------------------------------------------------------------------ torch's names
 
-    # Torch's ``register_fsdp_forward_method``, ``share_comm_ctx`` and pipeline stages reach for
-    # these. Torch does nothing for groups of parameters: the runtime does all.
+    # Torch's ``register_fsdp_forward_method``, ``share_comm_ctx`` and pipeline stages use these
+    # names. The tuple is empty, so torch does nothing for groups of parameters.
     _fsdp_param_groups: tuple[()] = ()
     _fsdp_param_group: None = None  # torch 2.11 had one
 

@@ -119,7 +119,7 @@ FAULTS = {
     ),
     "autograd.grad for inputs counts as a backward": (
         "shard/runtime.py",
-        "self.for_inputs = self._is_for_inputs()",
+        "self.for_inputs = is_for_inputs(leaves)",
         "self.for_inputs = False",
     ),
     "a kept graph is not expected to be walked again": (
@@ -159,7 +159,7 @@ FAULTS = {
     ),
     "a penalty on weights at rest is lost": (
         "shard/main_grad.py",
-        "                _bring(Tensor.add_, ours, grad)\n",
+        "                _bring(Tensor.add_, own, grad)\n",
         "",
     ),
     "fp8, hfsdp: codes that the outer axis brought are kept for ever": (

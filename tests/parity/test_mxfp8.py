@@ -352,7 +352,7 @@ def never_made_anew(self: Any, phase: Any) -> list[Any]:
 
 def staged_before(self: Any, planes: Any, runtime: Any) -> None:
     """Wrong: what is sent was put into the scratch when the last gather was over."""
-    source = self._source()
+    source = self.main
     early = getattr(self, "_early", None)
     now = source.flat.clone()
     if early is not None:
