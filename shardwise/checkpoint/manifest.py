@@ -50,6 +50,10 @@ NAME = "manifest.json"
 FORMAT = "shardwise checkpoint 2"
 INDEX, METADATA, STATE = "index.json", ".metadata", "state.json"
 _VALUES = ("config", "optimizer")  # fields with any values, tagged in JSON
+_WEIGHTS = (
+    ". Read published weights with safetensors.torch.load_file(file), or torch.load(file, "
+    "weights_only=True), and give them to sw.load_full_state_dict(model, weights)"
+)
 
 
 def rank_file(rank: int) -> str:
@@ -94,6 +98,8 @@ class Manifest:
     def read(folder: Path) -> Manifest:
         """The manifest of a folder if its own sha256 holds, else a ``CheckpointError``."""
         path = folder / NAME
+        if folder.is_file():
+            raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder{_WEIGHTS}")
         try:
             content = parse_json(read_small(path, MAX_JSON_BYTES), str(path))
         except FileNotFoundError:
@@ -210,6 +216,8 @@ def _nothing_there(folder: Path) -> str:
     inner = sorted(path.parent for path in folder.glob(f"*/{NAME}"))
     if inner:
         return f"{folder} is a folder of checkpoints: pass one of them, such as {inner[-1]}"
+    if any(folder.glob("*.safetensors")):
+        return f"{folder} has no {NAME}: it is no checkpoint of sw.save{_WEIGHTS}"
     return (
         f"there is no checkpoint at {folder}: it has no {NAME}, which is written last, so the save "
         f"was never finished"

@@ -247,13 +247,14 @@ def disagree(rank: int, world_size: int, how: str) -> str:
         options["precision"] = sw.Precision(weights="bf16")
     elif how == "grain" and odd:
         options["grain"] = lambda name, parameter: sw.TENSOR
-    elif how == "offload" and odd:
+    elif how == "reshard" and odd:
         options["reshard_after_forward"] = False
     return raised(lambda: sw.fully_shard(net, **options), ValueError)
 
 
 @pytest.mark.parametrize(
-    "how", ["shape", "count", "dtype", "frozen", "name", "strategy", "precision", "grain"]
+    "how",
+    ["shape", "count", "dtype", "frozen", "name", "strategy", "precision", "grain", "reshard"],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_wrap_different_modules_all_raise(how: str, world_size: int) -> None:

@@ -198,6 +198,17 @@ def test_a_folder_and_a_missing_path_are_told_apart(root: Path) -> None:
         sw.load(root / "step-000009", filled(0.5))
 
 
+@pytest.mark.parametrize("given", ["model.safetensors", "pytorch_model.bin", "."])
+def test_weights_that_no_save_of_ours_wrote_are_no_damage(given: str, tmp_path: Path) -> None:
+    """A file of weights, or a folder of the hub: nothing is wrong with it, and what reads it is
+    named."""
+    (tmp_path / ("model.safetensors" if given == "." else given)).write_bytes(bytes(64))
+    with pytest.raises(CheckpointError, match=r"sw\.load_full_state_dict\(model, ") as caught:
+        sw.load(tmp_path / given, filled(0.5))
+    assert not isinstance(caught.value, DamagedError)
+    assert "never finished" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
 def go_on_from_the_older(rank: int, world_size: int, root: str) -> list[list[str]]:
     model = sw.fully_shard(filled(0.0), mesh=mesh_of(world_size))
     seen = []

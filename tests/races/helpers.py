@@ -23,8 +23,10 @@ from tests.races.checker import Checker
 
 NUM_RANKS = 4
 WIDTH = 32  # the side of an MXFP8 block
+FORMATS = ("mxfp8", "mxfp8_2d", "mxfp8_rowcol", "fp8_block")
 PRECISIONS = models.PRECISIONS | {
-    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
+    name: sw.Precision(weights=name, reduce="fp32")  # type: ignore[arg-type]
+    for name in FORMATS
 }
 
 
@@ -47,9 +49,12 @@ def make(
     meshes: dict[int, DeviceMesh], strategy: str, precision: str = "bf16", **options: Any
 ) -> Model:
     placements = STRATEGIES[strategy]
-    model = make_model(width=WIDTH, depth=3)
+    model = make_model(width=128 if precision == "fp8_block" else WIDTH, depth=3)
     mesh = meshes[placements.num_axes]
-    return shard_model(model, placements, mesh, precision=PRECISIONS[precision], **options)
+    shard_model(model, placements, mesh, precision=PRECISIONS[precision], **options)
+    stored = {group.format for unit in units_of(model) for group in unit.groups} - {None}
+    assert stored == ({precision} & set(FORMATS)), "what is checked is there"
+    return model
 
 
 def name_memory(checker: Checker, model: nn.Module) -> None:

@@ -268,10 +268,13 @@ def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8_rowcol"), ("zero3", "mxfp8_rowcol")],
+    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8_rowcol"), ("zero3", "mxfp8_rowcol")]
+    + [("zero3", "mxfp8"), ("zero1", "mxfp8_2d"), ("zero1", "fp8_block"), ("zero3", "fp8_block")],
 )
 def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -> None:
-    runs = [accumulate, unshard_ahead, call_submodule, keep_graphs]
+    runs = [accumulate, unshard_ahead, keep_graphs]
+    if precision != "fp8_block":  # whose model is wider
+        runs.append(call_submodule)
     assert all_races(meshes, runs, strategy, precision) == {}
 
 
