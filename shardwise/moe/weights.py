@@ -162,7 +162,7 @@ class ExpertTensor:
         """Whether a graph of torch.compile may return gradients. It may not where the user has set
         a ``main_grad``: then ``.grad`` must stay None."""
         return not any(
-            hasattr(parameter, "main_grad") and not _is_sharded(parameter)
+            not _is_sharded(parameter) and hasattr(parameter, "main_grad")
             for parameter in self.parameters
         )
 

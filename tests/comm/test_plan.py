@@ -285,7 +285,7 @@ def test_weights_that_are_not_kept_are_not_gathered_in_a_step(
         ValueError, match=r"gather_in_step=True under .* use zero\(1\) or zero\(2\)"
     ):
         plan(model, {"dp": 2}, "zero3", gather_in_step=True)
-    with pytest.raises(ValueError, match="gather_in_step='no': True or False"):
+    with pytest.raises(ValueError, match="gather_in_step='no': choose True or False"):
         plan(model, {"dp": 2}, "zero1", gather_in_step="no")
     made = plan(model, {"dp": 2}, "zero1", gather_in_step=True, memory=1)
     assert made.suggestions, "of which some shard compute weights too"

@@ -71,7 +71,7 @@ def test_gradients_are_not_clipped_before_the_delayed_ones_came(
     net(rows(rank)).backward()
     before = [p.grad if p.grad is None else p.grad.clone() for p in net.parameters()]
     for clip in clips:
-        assert "call backward_dw() after the backward" in raised(clip, RuntimeError)
+        assert "Call backward_dw() after backward" in raised(clip, RuntimeError)
     for one, parameter in zip(before, net.parameters(), strict=True):
         assert (one is None and parameter.grad is None) or torch.equal(
             *(g.to_local() if hasattr(g, "to_local") else g for g in (one, parameter.grad))

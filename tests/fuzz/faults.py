@@ -99,7 +99,7 @@ FAULTS = {
     ),
     "zero_grad leaves what waits to be reduced": (
         "tensor_steps.py",
-        "one.version.waiting.discard(one.cut.index)",
+        "parameter.version.waiting.discard(parameter.cut.index)",
         "pass",
     ),
     "a first parameter without a gradient hides those of the others": (

@@ -171,7 +171,7 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     lost = inside("generate", "nowhere", cwd=trained)
     assert lost.returncode == 2 and "no such run, checkpoint or exported folder" in lost.stderr
     again = inside("export", "run", "hub", cwd=trained)
-    assert again.returncode == 2 and "there already" in again.stderr
+    assert again.returncode == 2 and "exists already" in again.stderr
     planned = inside("plan", "hub", "--ranks", "4", cwd=trained)
     assert planned.returncode == 0, planned.stderr
     assert " parameters, zero3 over dp=4" in planned.stdout

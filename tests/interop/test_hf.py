@@ -234,7 +234,9 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"'gpt_neox'.*llama, qwen3"):
         config_from_hf({"model_type": "gpt_neox"})
     experts = hf_config(MODELS["qwen3 experts"])
-    with pytest.raises(ValueError, match=r"mlp_only_layers=\[1\].*the first layers have no"):
+    with pytest.raises(
+        ValueError, match=r"mlp_only_layers=\[1\].*only the first layers can be without"
+    ):
         config_from_hf(experts | {"mlp_only_layers": [1]})
     with pytest.raises(ValueError, match=r"num_experts .*is missing"):
         config_from_hf({key: value for key, value in experts.items() if key != "num_experts"})

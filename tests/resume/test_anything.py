@@ -315,7 +315,7 @@ def test_what_a_load_makes_of_other_classes_and_groups_is_told(
     assert [group["weight_decay"] for group in groups] == [0.1, 0.01], "neither had the saved 0"
     assert all(group["decoupled_weight_decay"] for group in groups), "it is AdamW"
     assert "a AdamW, and its states were saved by a 'Adam'" in caplog.text
-    assert "group 1" in caplog.text and "keeps its own, 0.01" in caplog.text
+    assert "group 1" in caplog.text and "keeps its value, 0.01" in caplog.text
     theirs = torch.optim.Muon([net.weight])
     sw.save(tmp_path / "theirs", net, theirs)  # has the same name, and another form of momentum
     with pytest.raises(MismatchError, match="'weight' has momentum of an unknown form"):
