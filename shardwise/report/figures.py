@@ -281,7 +281,7 @@ def _weights(plan: Plan) -> list[str]:
         "Compute weights",
         ("", "count", "whole", "sent"),
         rows,
-        "MXFP8 has a plane for forward and a plane for backward, or one plane of 32x32 blocks."
+        "whole: bytes of whole weights; sent: bytes that leave the rank."
         + "".join(f" Gathered as bf16: {reason}." for reason in plan.staged),
     )
 
