@@ -13,8 +13,9 @@ from shardwise.checkpoint.errors import (
     UnsafeError,
 )
 from shardwise.checkpoint.exporting import export
-from shardwise.checkpoint.loading import Verification, load, verify
+from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Verification, verify
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.store import Store, valid_checkpoints
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import write_file
-from shardwise.checkpoint.loading import Checkpoint, compare_bytes
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.checkpoint.errors import CheckpointError, shown
 from shardwise.checkpoint.index import Entry
 from shardwise.checkpoint.pieces import Stack
+from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.state import State, state_key, tensor_problems
 from shardwise.checkpoint.values import encode
 from shardwise.layout import Shape
@@ -28,9 +29,6 @@ from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentu
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optim.storage import local_of, version_of
 from shardwise.tensor import ShardedTensor
-
-if TYPE_CHECKING:
-    from shardwise.checkpoint.loading import Checkpoint
 
 log = logging.getLogger(__name__)
 

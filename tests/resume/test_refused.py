@@ -37,7 +37,7 @@ from shardwise.checkpoint import (
     Store,
     verify,
 )
-from shardwise.checkpoint import loading as loading_module
+from shardwise.checkpoint import reading as reading_module
 from tests.faults.test_safe_loading import seal
 from tests.ranks import run_ranks
 from tests.resume import helpers
@@ -229,7 +229,7 @@ def load_in_vain(rank: int, world_size: int, path: str, when: str) -> str:
     """One rank's disk or memory fails, after every sha256 was right."""
     net, stepper = remembering("zero3", "adamw", rank, world_size, seed=5)
     before = bits(net, stepper)
-    original = loading_module.open_listed
+    original = reading_module.open_listed
     count = 0
 
     @contextmanager
@@ -244,7 +244,7 @@ def load_in_vain(rank: int, world_size: int, path: str, when: str) -> str:
             raise MemoryError("no more") if when == "memory" else OSError(5, "Input/output error")
         return int(stream.readinto(buffer))
 
-    patched = mock.patch.object(loading_module, "open_listed", opened)
+    patched = mock.patch.object(reading_module, "open_listed", opened)
     with patched, pytest.raises(CheckpointError) as caught:
         sw.load(path, net, stepper)
     assert bits(net, stepper) == before
@@ -367,7 +367,7 @@ def test_nothing_is_interpreted_before_every_sha256_was_compared(
     """A wrong last byte of the last file is found before the index is looked at."""
     path = copied("adamw")
     seen: list[str] = []
-    monkeypatch.setattr(loading_module, "parse", lambda *args: seen.append("parsed") or {})
+    monkeypatch.setattr(reading_module, "parse", lambda *args: seen.append("parsed") or {})
     data = bytearray((path / "__1_0.distcp").read_bytes())
     data[-1] ^= 1
     (path / "__1_0.distcp").write_bytes(data)
