@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of construction: what a wrapping call refuses, before anything changes.
+
+Each check returns a list of problems, each a text with the value, the reason and the fix.
+``raise_together`` raises all problems of all ranks on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.agreement import UNSUPPORTED
+from shardwise.engine.module import unit_of
+from shardwise.engine.parameter import OWNER
+from shardwise.engine.wrap import Found, Wrapping, experts_text, spread_linear
+from shardwise.layout import Grain
+from shardwise.mesh import order_problem
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.notices import warn_once
+from shardwise.placements import SHARD, Placements
+from shardwise.precision import Precision
+from shardwise.tensor import ShardedTensor
+from shardwise.tile import tile_problem
+
+logger = logging.getLogger(__name__)
+
+
+def check_types(
+    modules: Sequence[Any],
+    mesh: Any,
+    placements: Any,
+    precision: Any,
+    policy: Any,
+    verb: str = "fully_shard",
+) -> None:
+    """Raise for arguments without which ranks cannot even exchange problems."""
+    wrong = [
+        f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
+        for name, value, kind in (
+            *(("module", module, nn.Module) for module in modules),
+            ("mesh", mesh, DeviceMesh),
+            ("placements", placements, Placements),
+            ("precision", precision, Precision),
+            ("mp_policy", policy, MixedPrecisionPolicy),
+        )
+        if value is not None and not isinstance(value, kind)
+    ]
+    if precision is not None and policy is not None:
+        wrong.append("precision and mp_policy set the same values; pass one of them")
+    if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+    if wrong:
+        raise ValueError(f"{verb}: " + "; ".join(wrong))
+
+
+def wrapping_problems(job: Wrapping) -> list[str]:
+    """Problems that any wrapping call may have: with modules, parameters, meshes and experts."""
+    problems = _module_problems(job.roots)
+    inside = [m for root in job.roots for m in root.modules()]
+    ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
+    reduced = {id(parameter) for module in ddp for parameter in module.parameters()}
+    pairs = list(zip(job.found, job.homes, strict=True))
+    for f, mesh in pairs:
+        if id(f.parameter) in reduced:
+            problems.append(
+                f"'{f.name}' is inside DistributedDataParallel, which reduces its gradient "
+                f"already: wrap the module without DDP (sw.zero(0) replicates like DDP), "
+                f"or pass DDP's parameters as ignored_params"
+            )
+        if (problem := _parameter_problem(f, mesh)) is not None:
+            problems.append(problem)
+    for mesh in job.ranks:
+        problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, job.placements)
+        problems += filter(None, [order_problem(mesh)])
+    if job.precision.format is not None:
+        problems.append(
+            f"{UNSUPPORTED}Precision(weights={job.precision.weights!r}): the new engine has no "
+            f"codec for it yet; use a dtype"
+        )
+    return problems + _expert_problems(pairs)
+
+
+def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
+    problems = [] if roots else ["an empty list of modules"]
+    if torch.is_inference_mode_enabled():
+        problems.append(
+            "a module that is wrapped under torch.inference_mode() cannot be trained: build and "
+            "wrap the model outside, or use torch.no_grad()"
+        )
+    for module in roots:
+        if unit_of(module) is not None:
+            problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
+        bare = type(module).forward is nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
+            problems.append(
+                f"fully_shard does not support containers that do not implement forward: wrap the "
+                f"members of this {type(module).__name__}, or pass them as a list"
+            )
+    return problems
+
+
+def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
+    """The first problem of one parameter."""
+    parameter, owner = f.parameter, type(f.modules[0]).__name__
+    if isinstance(parameter, ShardedTensor) or hasattr(parameter, OWNER):
+        return (
+            f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
+            f"both modules in one call with a list, or leave both to the root"
+        )
+    if isinstance(parameter, DTensor):
+        if any(isinstance(module, GroupedLinear) for module in f.modules):
+            return (
+                f"'{f.name}' holds experts and is a DTensor over "
+                f"{parameter.device_mesh.mesh_dim_names}: experts are spread over ranks "
+                f"(MixtureOfExperts.spread), not cut; leave them out of parallelize_module"
+            )
+        if (problem := tile_problem(f.name, parameter, mesh)) is not None:
+            return problem
+    eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
+    if parameter.is_complex() or (parameter.requires_grad and eight_bits):
+        return (
+            f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
+            f"train in float32, bfloat16 or float16"
+        )
+    if parameter.requires_grad and any(getattr(m, "sparse", None) is True for m in f.modules):
+        return (
+            f"'{f.name}' belongs to a {owner}(sparse=True): gradients are summed over ranks in "
+            f"dense buffers; build it with sparse=False"
+        )
+    if hasattr(parameter, "fsdp_pre_all_gather"):
+        return (
+            f"{UNSUPPORTED}'{f.name}' is a {type(parameter).__name__} with "
+            f"fsdp_pre_all_gather, which would never be called: wrap plain parameters; to send "
+            f"8 bits for each weight, use precision=sw.Precision(weights='mxfp8')"
+        )
+    if _has_own_operations(parameter):
+        return (
+            f"'{f.name}' is a {type(parameter).__name__}, a tensor with operations of its own, "
+            f"and flat buffers keep plain numbers: wrap plain parameters, or pass it as "
+            f"ignored_params"
+        )
+    if parameter.numel() == 0:
+        return (
+            f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in "
+            f"ignored_params"
+        )
+    return None
+
+
+def _has_own_operations(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a tensor subclass, other than DTensor, that overrides torch's
+    operations."""
+    kinds = {*type(parameter).__mro__} - {nn.Parameter, torch.Tensor}
+    overrides = ("__torch_function__", "__torch_dispatch__")
+    overriding = any(name in vars(kind) for kind in kinds for name in overrides)
+    return overriding and not isinstance(parameter, DTensor)
+
+
+def _expert_problems(found: Sequence[tuple[Found, DeviceMesh]]) -> list[str]:
+    """Problems with experts that are spread over ranks. Experts must be sharded over ranks with the
+    same experts, and other parameters over all ranks that have tokens."""
+    linears = [(spread_linear(f), f, mesh) for f, mesh in found]
+    spread = [(x.axis, f, mesh) for x, f, mesh in linears if x is not None and x.axis is not None]
+    exchanges = {axis.peers for axis, *_ in spread if not axis.pretends}
+    mixed: list[str] = []
+    partial: list[str] = []
+    for linear, f, mesh in linears if exchanges else ():
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        if linear is None:
+            not_inside = [list(peers) for peers in exchanges if not {*peers} <= {*ranks}]
+            if not_inside:
+                partial.append(
+                    f"'{f.name}' is no expert: ranks {not_inside[0]} exchange tokens, so its "
+                    f"gradient is summed over all these ranks, but this mesh has ranks {ranks}. "
+                    f"Use a mesh of all ranks that have tokens"
+                )
+        elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
+            mixed.append(
+                f"'{f.name}' holds {experts_text(f)}, and this mesh of ranks {ranks} has ranks "
+                f"with other experts. Wrap the block with meshes={{'*.experts': grid['dp']}}, or "
+                f"wrap the experts before it: fully_shard(layer.experts, mesh=grid['dp'])"
+            )
+    problems = [
+        texts[0] + (f" (and so for {len(texts) - 1} more)" if len(texts) > 1 else "")
+        for texts in (mixed, partial)
+        if texts
+    ]
+    axes = {(mesh, axis.peers) for axis, _, mesh in spread}
+    if len(axes) > len({mesh for mesh, _ in axes}):
+        problems.append(
+            f"experts spread over different ranks, {sorted(peers for _, peers in axes)}, share a "
+            f"mesh: wrap the experts of each layer in a call of their own"
+        )
+    return problems
+
+
+def mesh_problems(
+    names: Sequence[str] | None, sizes: Sequence[int], placements: Placements
+) -> list[str]:
+    problems = []
+    if len(sizes) != placements.num_axes:
+        problems.append(
+            f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
+            f"{names or ''} has {len(sizes)}: use zero(0..3) on one axis, hsdp() or hfsdp() on "
+            f"two, or Placements with {len(sizes)} entries each"
+        )
+    if len(sizes) > 2 and names is None:
+        problems.append("a mesh of more than two axes needs mesh_dim_names")
+    return problems
+
+
+def option_problems(unused: Any, memory: Any, offload: Any, grain: Any = None) -> list[str]:
+    problems = []
+    if unused not in ("none", "zeros"):
+        problems.append(f"unused_parameters={unused!r}: choose 'none' or 'zeros'")
+    if memory not in ("caching", "trace"):
+        problems.append(f"memory={memory!r}: choose 'caching' or 'trace'")
+    if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):
+        problems.append(f"offload_policy={offload!r}: pass OffloadPolicy() or CPUOffloadPolicy()")
+    if not (grain in (None, "tensor") or isinstance(grain, Grain) or callable(grain)):
+        problems.append(
+            f"grain={grain!r}: choose 'tensor', a Grain (layout.ROW, ...) or a function that "
+            f"returns a Grain"
+        )
+    return problems
+
+
+def forward_problems(wanted: Any, axis: str, size: int, placements: Placements) -> list[str]:
+    """Problems of ``reshard_after_forward``; ``axis``: the innermost axis, in words."""
+    if wanted is None or isinstance(wanted, bool):
+        return []
+    if not isinstance(wanted, int):
+        return [f"reshard_after_forward={wanted!r}: pass a bool, a number of ranks, or None"]
+    if placements.compute[-1] != SHARD:
+        return [
+            f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
+            f"so there is nothing to reshard; pass None"
+        ]
+    if wanted < 1 or size % wanted:
+        return [f"reshard_after_forward={wanted} must divide the {size} ranks of axis {axis}"]
+    return []
+
+
+def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
+    """Problems of the placements and the bucket size of ``data_parallel``."""
+    problems = []
+    if SHARD in placements.compute:
+        problems.append(
+            f"{placements} shards the compute weights, and data_parallel keeps them whole: use "
+            f"zero(0), zero(1), zero(2) or Placements with compute=[Replicate(), ...], or call "
+            f"fully_shard for these placements"
+        )
+    if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
+        problems.append(f"bucket_mb={bucket_mb!r}: pass a number of megabytes above 0")
+    return problems
+
+
+def placement_problems(
+    choose: Callable[[nn.Parameter], Any] | None, found: Sequence[Found]
+) -> list[str]:
+    """Problems of torch's ``shard_placement_fn``, which has no effect: flat buffers are cut along
+    rows, and no dimension has to divide evenly."""
+    problems = []
+    for f in found if choose is not None else ():
+        assert choose is not None
+        wanted = choose(f.parameter)
+        if wanted is not None and not isinstance(wanted, Shard):
+            problems.append(
+                f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': it may return "
+                f"a Shard or None; for another mesh, wrap the parameter's module with mesh=..."
+            )
+        elif wanted is not None and wanted.dim not in (0, -f.parameter.ndim):
+            warn_once(
+                logger,
+                "shard_placement_fn has no effect (%r for '%s'): flat buffers are cut along rows",
+                wanted,
+                f.name,
+                about="shard_placement_fn",
+            )
+    return problems

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs: how compute weights are stored and sent.
+
+A group gathers buffers; only the codec knows what is in them. Several buffers (codes and scales)
+are gathered as one collective. A format in fp8 is one more codec:
+
+    room      the buffers: a dtype, and the elements that a shard has there
+    encode    a rank's part of main -> its part of each buffer
+    view      gathered buffers -> one parameter, as modules see it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout
+
+
+class Codec(Protocol):
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values that modules see."""
+
+    def room(self, layout: Layout) -> Sequence[tuple[torch.dtype, int]]:
+        """For each buffer that is gathered: its dtype, and its elements for each shard."""
+
+    def encode(self, main: Tensor, outs: Sequence[Tensor]) -> None:
+        """Write a range of whole shards of main to the same shards of each buffer."""
+
+    def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:
+        """One parameter, as a view of the gathered buffers."""
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether main weights of this dtype can be sent as they lie."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Numbers of one dtype."""
+
+    dtype: torch.dtype
+
+    def room(self, layout: Layout) -> Sequence[tuple[torch.dtype, int]]:
+        return [(self.dtype, layout.shard_size)]
+
+    def encode(self, main: Tensor, outs: Sequence[Tensor]) -> None:
+        outs[0].copy_(main, non_blocking=True)
+
+    def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:
+        shape = layout.items[index].shape
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return buffers[0].as_strided(shape, strides, layout.starts[index])
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private names of torch that the engine uses (torch 2.11 to 2.13), each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import fully_shard
+
+# Attributes of our tensors are read many times a step. This context avoids __torch_function__.
+plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
+# The gradient of a tensor, past properties of subclasses.
+GRAD: Any = Tensor.grad
+
+
+def backward_id() -> int:
+    """The number of the backward that this thread runs; -1 outside. There is no public name."""
+    return torch._C._current_graph_task_id()  # type: ignore[attr-defined,no-any-return]
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward. A forward in there is a recomputation."""
+    return backward_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs now will come to this node of the graph. Exact, so nobody
+    waits for what never comes. (Inside a reentrant checkpoint it sees the inner graph.)"""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # torch.autograd.grad asks for this gradient: nothing is accumulated
+        return False
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward is through; not if it raises."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+_leaf = torch.zeros((), requires_grad=True)
+
+
+def next_number() -> int:
+    """The sequence number of the next node of the graph. Autograd runs the node with the highest
+    number first among those that are ready."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined,no-any-return]
+
+
+def run_first(node: Any) -> None:
+    """Give a node the highest number so far, so that it runs before all that is ready with it."""
+    node._set_sequence_nr(next_number())
+    _leaf.view_as(_leaf)  # takes that number: nodes that are made from now on have higher ones
+
+
+def register_with_torch(module: Any, unit: Any) -> None:
+    """Let torch's pipeline stages find the unit of a module (as the state of torch's own
+    ``fully_shard``), and let torch's ``replicate`` of an outer module leave this module out."""
+    verb = fully_shard.__wrapped__  # type: ignore[attr-defined]
+    module.__dict__.setdefault(STATE_KEY, {})[verb] = unit
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def grad_hooks(parameter: Any) -> list[Callable[[Any], Any]]:
+    """The hooks that wait for the gradient of a parameter at rest."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flow: the lanes of one model, and the reductions that are under way on them.
+
+A reduction is an iterator of collectives, each of which may need the result of the one before it.
+On a device all are issued at once, and lanes order them. On the host the next is issued when the
+one before has been waited for, so that messages travel while modules compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise import comm
+from shardwise.memory import CACHING, Source, TracePool
+from shardwise.mesh import separate
+from shardwise.streams import Lanes
+
+
+@dataclass
+class _Reduction:
+    collectives: Iterator[comm.Pending]
+    finish: Callable[[], None]  # once compute has waited for the result
+    current: comm.Pending | None = None  # the collective to wait for next
+    done: Any = None  # an event after the last collective
+
+
+class SharedLanes:
+    """The lanes that several roots share (``share_comm_ctx``); None until one of them runs."""
+
+    def __init__(self) -> None:
+        self.lanes: Lanes | None = None
+
+
+class Flow:
+    """The lanes and the memory of one model, and its reductions."""
+
+    def __init__(
+        self, device: torch.device, lanes: Lanes | None = None, memory: str = "caching", unify: bool = False
+    ) -> None:
+        self.lanes = lanes or Lanes(device, unify=unify)
+        self.source: Source = TracePool() if memory == "trace" else CACHING
+        # Each reduction more under way adds the gradients of a unit to the peak of memory.
+        self.max_reductions = 1
+        self.offloads = False  # whether gradients go to the host
+        self._reductions: deque[_Reduction] = deque()
+        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}  # where reductions have groups of their own
+
+    def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
+        """The communicator for reductions over an axis."""
+        return self._reduce_axes.get(axis, axis)
+
+    def separate_reductions(self, axes: Iterable[comm.Axis]) -> None:
+        """Give reductions communicators of their own (collective: every rank calls it)."""
+        self._reduce_axes = {axis: separate(axis) for axis in dict.fromkeys(axes)}
+
+    def join_reductions(self) -> None:
+        self._reduce_axes = {}
+
+    def launch(self, collectives: Iterator[comm.Pending], finish: Callable[[], None]) -> None:
+        """Start a reduction of what compute has packed."""
+        lanes, reduction = self.lanes, _Reduction(collectives, finish)
+        lanes.join("reduce", "compute")
+        reduction.current = next(collectives, None)
+        if lanes.asynchronous:
+            self._complete(reduction)
+            lanes.join("outer", "reduce")
+            reduction.done = lanes.mark("outer")
+        self._reductions.append(reduction)
+
+    def drain(self, keep: int = 0) -> None:
+        """Finish the oldest reductions until at most ``keep`` are under way."""
+        while len(self._reductions) > keep:
+            reduction = self._reductions.popleft()
+            if not self.lanes.asynchronous:
+                self._complete(reduction)
+            self.lanes.wait("compute", reduction.done)
+            # The reduction holds tensors that were allocated on the reduce lane and read on outer.
+            self.lanes.wait("reduce", reduction.done)
+            reduction.finish()
+
+    @staticmethod
+    def _complete(reduction: _Reduction) -> None:
+        while reduction.current is not None:
+            reduction.current.wait()
+            reduction.current = next(reduction.collectives, None)
+
+    def drop_reductions(self) -> None:
+        """Forget the reductions under way. Collectives cannot be cancelled, so they are awaited."""
+        while self._reductions:
+            reduction = self._reductions.popleft()
+            if reduction.current is not None:
+                reduction.current.wait()
+
+    def wait_on_host(self) -> None:
+        """Make the host wait for gradients that are copied to it, before they are read."""
+        if self.offloads:
+            self.lanes.synchronize()

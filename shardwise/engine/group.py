@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group: parameters alike in one flat buffer, and the life of their weights.
+
+    main      fp32, placements.main      the source of all others; parameters at rest are DTensors
+                                         over it
+    staged    bf16, placements.compute   kept only where making it again from main would take a
+                                         collective over one axis more each time (hfsdp)
+    whole     bf16, all replicated       what forward and backward read, from gather to release
+
+    zero(3)   main |##|  --encode + all-gather, each forward and backward-->  whole |########|
+    zero(1)   main |##|  --encode + all-gather, once per optimizer step---->  whole |########| kept
+    zero(0)   main |########|  is the whole weight itself, where the dtypes agree
+
+A group does not know modules. ``gather`` is the only place where a compute weight is made from main
+weights. It compares the number of writes to main, which all ranks count alike: steps of an
+optimizer, operations on parameters at rest, loads, moves, and ``mark_written``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.buffer import Buffer
+from shardwise.cut import Rows
+from shardwise.engine.codec import Cast, Codec
+from shardwise.engine.compat import plain_attributes
+from shardwise.engine.gradient import Gradients
+from shardwise.engine.parameter import Leaf, TileLeaf, carry_attributes, leaf_over
+from shardwise.layout import Layout
+from shardwise.memory import CACHING, Block, weakly
+from shardwise.mesh import Ranks
+from shardwise.placements import REPLICATE, SHARD, Placement, Placements, steps
+from shardwise.precision import Precision
+from shardwise.tensor import ShardedTensor
+from shardwise.tile import Tile
+
+if TYPE_CHECKING:
+    from shardwise.engine.flow import Flow
+
+
+class Planes:
+    """The weights of a group at one placement, as its codec stores them: one block of memory for
+    each buffer of the codec."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        layout: Layout,
+        ranks: Ranks,
+        placements: Sequence[Placement],
+        device: torch.device,
+    ) -> None:
+        self.placements, self.layout, self.ranks = tuple(placements), layout, ranks
+        self.first, count = ranks.held(self.placements, layout.num_shards)
+        self.sizes = [size for _, size in codec.room(layout)]  # of a shard, in each buffer
+        self.blocks = [
+            Block(count * size, dtype, device, "compute", lane="gather")
+            for dtype, size in codec.room(layout)
+        ]
+        # How often main had been written when these were made; None: never, or released since.
+        self.made_from: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [block.tensor for block in self.blocks]
+
+    @property
+    def live(self) -> bool:
+        return self.blocks[0].live
+
+    def acquire(self) -> None:
+        for block in self.blocks:
+            block.acquire(CACHING)
+
+    def release(self) -> None:
+        for block in self.blocks:
+            block.release(CACHING)
+        self.made_from = None
+
+    def part(self, placements: Sequence[Placement]) -> list[Tensor]:
+        """The range of each buffer that a rank with these placements holds."""
+        first, count = self.ranks.held(placements, self.layout.num_shards)
+        begin = first - self.first
+        pairs = zip(self.tensors, self.sizes, strict=True)
+        return [tensor[begin * size : (begin + count) * size] for tensor, size in pairs]
+
+
+# One gather: what main is encoded to (None: nothing is), and for each axis the pairs (whole, part).
+_Plan = tuple[list[Tensor] | None, list[tuple[list[tuple[Tensor, Tensor]], comm.Axis]]]
+
+
+class Group:
+    """One flat buffer of parameters: gathered, released and reduced together."""
+
+    label = ""  # the name of the unit, for messages
+    format = None  # of reports: weights in fp8 have one
+
+    def __init__(
+        self,
+        layout: Layout,
+        values: Sequence[Tensor],
+        ranks: Ranks,
+        placements: Placements,
+        precision: Precision,
+        device: torch.device,
+        *,
+        tiles: Sequence[Tile | None] | None = None,
+        codec: Codec | None = None,
+        divisor: float | None = None,
+        offload: bool = False,
+        pin: bool = False,
+    ) -> None:
+        """``tiles``: of tensor parallelism. ``codec``: None for numbers of ``precision``'s dtype.
+        ``divisor``: of the sum of gradients; None: the number of ranks."""
+        self.layout, self.items, self.ranks, self.placements = layout, layout.items, ranks, placements
+        self.precision, self.device, self.offload, self.pin = precision, device, offload, pin
+        self.tiles = list(tiles or [None] * len(self.items))
+        self.parameter_dtype, self._codec = values[0].dtype, codec
+        trained = [value.requires_grad for value in values]
+        meta = any(value.is_meta for value in values)
+        dtype = precision.main_dtype(self.parameter_dtype, any(trained))
+        home = torch.device("cpu") if offload else device
+        self.main = self._make_main(dtype, torch.device("meta") if meta else home)
+        if not meta:
+            for index, value in enumerate(values):
+                low, high, *_ = self.main.pieces[index]
+                self.main.view(index).view(-1).copy_(value.detach().reshape(-1)[low:high])
+        self.sharded: list[nn.Parameter] = []
+        for index, (value, requires_grad) in enumerate(zip(values, trained, strict=True)):
+            self.sharded.append(self._at_rest(index, requires_grad))
+            carry_attributes(value, self.sharded[-1])
+        self.gradients = Gradients(self, divisor)
+        self._build()
+
+    # ------------------------------------------------------------------ construction
+
+    def _make_main(self, dtype: torch.dtype, device: torch.device) -> Buffer:
+        pin, placements = self.pin and device.type == "cpu", self.placements.main
+        main = Buffer(self.layout, self.ranks, placements, dtype, device, "main", pin=pin)
+        main.flat.zero_()  # padding is never read, but it is sent
+        return main
+
+    def _at_rest(self, index: int, requires_grad: bool) -> nn.Parameter:
+        made: Any = self.main.dtensor(index, self.tiles[index]).requires_grad_(requires_grad)
+        made._is_param = True  # all that nn.Parameter() adds; it would make a second DTensor
+        return made  # type: ignore[no-any-return]
+
+    def _build(self) -> None:
+        """Make what follows from main: the compute weights, the leaves, and room for gradients."""
+        main, everywhere = self.main, (REPLICATE,) * len(self.placements.main)
+        on_meta = main.flat.is_meta
+        device = torch.device("meta") if on_meta else self.device
+        dtype = self.precision.compute_dtype(self.parameter_dtype)
+        self.codec = codec = self._codec or Cast(dtype)
+        held_whole = self.ranks.num_shards(self.placements.main) == 1
+        self.persistent = SHARD not in self.placements.compute
+        self.aliased = held_whole and codec.is_plain(main.dtype) and main.flat.device == device
+        self.whole: Planes | None = None
+        self._staged: Planes | None = None
+        self._kept: list[Block] = []  # 1/k of the weights, between forward and backward
+        self._kept_from: int | None = None
+        self._kept_axis: comm.Axis | None = None
+        self._plans: dict[int, _Plan] = {}
+        self._gathers: list[comm.Pending] = []
+        self._ready: Any = None  # an event after the gather, for the compute lane to wait for
+        self.awaited: int | None = None  # writes to main that the gather lane has waited for
+        if not self.aliased:
+            self.whole = Planes(codec, self.layout, self.ranks, everywhere, device)
+            self.whole.blocks[0].moved = weakly(self._point)
+            if not self.persistent and self.placements.compute != self.placements.main:
+                compute = self.placements.compute
+                self._staged = Planes(codec, self.layout, self.ranks, compute, device)
+        trained = [parameter.requires_grad for parameter in self.sharded]
+        self.unsharded: list[Leaf | TileLeaf] = [
+            leaf_over(view, tile, requires_grad)
+            for view, tile, requires_grad in zip(self._views(), self.tiles, trained, strict=True)
+        ]
+        for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
+            carry_attributes(sharded, leaf)
+        self.gradients.follow(self)
+        if self.comes_and_goes:
+            self.whole.release()  # type: ignore[union-attr]
+
+    def _views(self) -> list[Tensor]:
+        if self.whole is None:
+            return self.main.views()
+        tensors = self.whole.tensors
+        return [self.codec.view(tensors, self.layout, i) for i in range(len(self.items))]
+
+    def _point(self) -> None:
+        """The weights have got other memory (numpy had shared the old one)."""
+        self._plans = {}
+        for leaf, view in zip(self.unsharded, self._views(), strict=True):
+            leaf.show(view.data)
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the whole weights are released between their uses."""
+        return not (self.persistent or self.aliased)
+
+    @property
+    def writes(self) -> int:
+        """How often main was written, the same on every rank."""
+        return self.main.version.count
+
+    @property
+    def trainable(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.unsharded)
+
+    @property
+    def without_values(self) -> list[str]:
+        """The parameters that are on the meta device, of a group that is not meant to be there."""
+        if not self.main.flat.is_meta or self.device.type == "meta":
+            return []
+        pairs = zip(self.items, self.sharded, strict=True)
+        return [item.name for item, p in pairs if p._local_tensor.is_meta]  # type: ignore[attr-defined]
+
+    def follow_trainability(self) -> None:
+        """Give ``requires_grad`` of the parameters at rest to the leaves."""
+        with plain_attributes():
+            pairs = zip(self.sharded, self.unsharded, strict=True)
+            changed = [(p, leaf) for p, leaf in pairs if p.requires_grad != leaf.requires_grad]
+        for parameter, leaf in changed:
+            leaf.requires_grad_(parameter.requires_grad)
+        if changed:
+            self.gradients.listen()
+
+    # ------------------------------------------------------------------ moves and loads
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Let all follow ``fn`` of the flat buffer (``module.to(...)``, ``to_empty``, ...)."""
+        before = self.main.flat
+        moved = fn(before)
+        if moved is before:
+            return
+        if self.offload and moved.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"parameters are offloaded to the CPU and cannot move to {moved.device}; the "
+                f"library brings them to the device for each forward"
+            )
+        grads = [p.grad for p in self.sharded]
+        self._move(moved.dtype, moved.device)
+        self.main.flat.copy_(moved)
+        for parameter, grad in zip(self.sharded, grads, strict=True):
+            if isinstance(grad, ShardedTensor):
+                parameter.grad = ShardedTensor(fn(grad._local_tensor), grad.cut)
+
+    def _move(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make everything again from a main of this dtype, there. Parameters stay the same
+        objects, so that optimizers keep them."""
+        old, was_meta = self.main, self.main.flat.is_meta
+        if device.type != "meta" and not self.offload:
+            self.device = device
+        if dtype != old.dtype:
+            self.parameter_dtype = dtype
+        self.main = self._make_main(dtype, device)
+        version = self.main.version
+        version.divisions, version.count = old.version.divisions, old.version.count + 1
+        version.unsynced = old.version.unsynced or (was_meta and device.type != "meta")
+        for index, parameter in enumerate(self.sharded):
+            fresh: Any = self._at_rest(index, parameter.requires_grad)
+            if (fresh.dtype, fresh.device) == (parameter.dtype, parameter.device):
+                for name in ("_local_tensor", "_spec", "cut", "version"):
+                    setattr(parameter, name, getattr(fresh, name))
+            else:
+                parameter.grad = None
+                carry_attributes(parameter, fresh)
+                torch.utils.swap_tensors(parameter, fresh)
+        self._build()
+
+    def assign(self, index: int, value: Tensor) -> None:
+        """Take the value that ``load_state_dict(assign=True)`` put in place of a parameter. On the
+        meta device values stay with their parameters until all have come."""
+        parameter = self.sharded[index]
+        with torch.no_grad():
+            if not self.main.flat.is_meta:
+                parameter.copy_(_sharded(value))
+                return
+            if value.is_meta:
+                return
+            value = _sharded(value)
+            home = torch.device("cpu") if self.offload else self.device
+            loaded: Any = torch.empty_like(parameter, device=home).copy_(value)
+            loaded.requires_grad_(parameter.requires_grad)
+            loaded._is_param = True
+            carry_attributes(parameter, loaded)
+            torch.utils.swap_tensors(parameter, loaded)
+            if not any(p._local_tensor.is_meta for p in self.sharded):  # type: ignore[attr-defined]
+                self.adopt()
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether parameters at rest lie in other memory than the buffer."""
+        version = self.main.version
+        return any(p.version is not version for p in self.sharded)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Move values that lie outside of the buffer into a new one."""
+        pieces: list[Tensor] = [p._local_tensor for p in self.sharded]  # type: ignore[attr-defined]
+        where = {(piece.dtype, piece.device) for piece in pieces}
+        if len(where) > 1:
+            pairs = zip(self.items, pieces, strict=True)
+            each = [f"'{item.name}' {piece.dtype} on {piece.device}" for item, piece in pairs]
+            raise ValueError(
+                f"parameters of one buffer were moved to different dtypes or devices "
+                f"({', '.join(each)}): move the whole wrapped module"
+            )
+        self._move(*where.pop())
+        for index, piece in enumerate(pieces if not self.main.flat.is_meta else ()):
+            self.main.view(index).copy_(piece)
+
+    def sync_initial_values(self) -> None:
+        """Copy the first replica's values to all, if they were made after wrapping (on meta)."""
+        if self.main.version.unsynced:
+            self.main.version.unsynced = False
+            self.broadcast()
+
+    def broadcast(self) -> None:
+        """Copy the values of the first replica to all replicas (collective)."""
+        for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
+            if placement == REPLICATE and axis.size > 1 and not self.main.flat.is_meta:
+                comm.broadcast(self.main.flat, axis).wait()
+
+    # ------------------------------------------------------------------ the life of the weights
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the whole weights are there (or on their way), and as main is now."""
+        whole = self.whole
+        return whole is None or (whole.made_from == self.writes and whole.live)
+
+    def gather(self, flow: Flow) -> None:
+        """Begin to gather, if the weights are not there or main was written since. :meth:`wait`
+        ends the gather."""
+        if self.is_current:
+            return
+        whole, writes, lanes = self.whole, self.writes, flow.lanes
+        assert whole is not None
+        if self.awaited != writes:  # the gather lane waits for the last writer of main
+            lanes.join("gather", "compute")
+            self.awaited = writes
+        with lanes.on("gather"):
+            self._arrive()
+            whole.acquire()
+            if self._kept_from == writes:
+                pairs = list(zip(whole.tensors, [b.tensor for b in self._kept], strict=True))
+                assert self._kept_axis is not None
+                self._gathers = [comm.all_gather_together(pairs, self._kept_axis)]
+            else:
+                self._gathers = [self._bring(whole, writes)]
+        self._kept_from = None
+        whole.made_from = writes
+        # Uses of the weights wait for this event, and so do writes to main.
+        self._ready = event = lanes.mark("gather")
+        if event is not None:
+            wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")
+            self.main.version.reading = partial(wait, event)
+
+    def _bring(self, whole: Planes, writes: int) -> comm.Pending:
+        """Issue the collectives that make whole weights from main."""
+        staged = self._staged
+        if staged is None:
+            return self._run(whole, self.placements.main)
+        if staged.made_from != writes:
+            self._run(staged, self.placements.main).wait()
+            staged.made_from = writes
+        for mine, part in zip(whole.part(staged.placements), staged.tensors, strict=True):
+            mine.copy_(part)
+        return self._run(whole, staged.placements, encode=False)
+
+    def _run(
+        self, out: Planes, here: Sequence[Placement], *, encode: bool = True
+    ) -> comm.Pending:
+        """Fill ``out``: encode main into this rank's part of it, then gather axis by axis. Each
+        stage sends what the one before it received, so all but the last are waited for."""
+        plan = self._plans.get(id(out))
+        if plan is None:
+            plan = self._plans[id(out)] = self._planned(out, here, encode)
+        place, stages = plan
+        if place is not None:
+            self.codec.encode(self.main.flat, place)
+        pending = comm.Pending()
+        for pairs, axis in stages:
+            pending.wait()
+            pending = comm.all_gather_together(pairs, axis)
+        return pending
+
+    def _planned(self, out: Planes, here: Sequence[Placement], encode: bool) -> _Plan:
+        placements, stages = list(here), []
+        part = out.part(placements)
+        main = self.main.flat
+        changes = steps(tuple(here), out.placements)
+        as_it_lies = self.codec.is_plain(main.dtype) and main.device == part[0].device
+        direct = encode and as_it_lies and len(changes) == 1
+        place = part if encode and not direct else None
+        for axis, _, there in changes:
+            placements[axis] = there
+            more = out.part(placements)
+            sent = [main] if direct else part
+            stages.append((list(zip(more, sent, strict=True)), self.ranks.axes[axis]))
+            part = more
+        return place, stages
+
+    def _arrive(self) -> None:
+        """Wait for the collectives under way. If one fails, nothing counts as gathered."""
+        gathers, self._gathers = self._gathers, []
+        try:
+            for pending in gathers:
+                pending.wait()
+        except BaseException:
+            assert self.whole is not None
+            self.whole.made_from = None
+            raise
+
+    def wait(self, flow: Flow) -> None:
+        """Make the whole weights usable by what the caller computes next."""
+        if self._gathers or self._ready is not None:
+            self._arrive()
+            flow.lanes.wait("compute", self._ready)
+            self._ready = None
+            if not self.offload:  # else the host has not waited
+                self.main.version.reading = None
+        if self._kept_from is None:
+            for block in self._kept:
+                block.release(CACHING)
+
+    def release(self, flow: Flow) -> None:
+        """Give the memory back, on the lane that allocated it, once compute has read it. Weights
+        that stay only wait, because nobody may write main while a lane reads it."""
+        if not self.comes_and_goes or not self.whole.live:  # type: ignore[union-attr]
+            return
+        assert self.whole is not None
+        self.wait(flow)
+        flow.lanes.join("gather", "compute")
+        with flow.lanes.on("gather"):
+            self.whole.release()
+
+    def keep_part(self, flow: Flow, axis: comm.Axis) -> None:
+        """Keep 1/k of the weights when they are released, so that backward gathers over k ranks
+        only."""
+        whole = self.whole
+        if whole is None or not self.comes_and_goes or not whole.live:
+            return
+        self.wait(flow)
+        flow.lanes.join("gather", "compute")
+        with flow.lanes.on("gather"):
+            for number, source in enumerate(whole.tensors):
+                length = source.numel() // axis.size
+                if len(self._kept) == number:
+                    args = length, source.dtype, source.device
+                    self._kept.append(Block(*args, "compute", lane="gather"))
+                self._kept[number].acquire(CACHING)
+                self._kept[number].tensor.copy_(source.view(axis.size, length)[axis.rank])
+        self._kept_axis, self._kept_from = axis, whole.made_from
+
+
+def _sharded(value: Any) -> Any:
+    """A value to load. Torch's ``distribute_tensor`` makes a plain DTensor of our placements,
+    whose local tensor is this rank's piece."""
+    if isinstance(value, torch.distributed.tensor.DTensor) and not isinstance(value, ShardedTensor):
+        rows = next((p for p in value.placements if isinstance(p, Rows)), None)
+        if rows is not None:
+            return ShardedTensor(value._local_tensor, rows.cut)
+    return value
+
+

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model: what the units of one root share. The order in which they ran, the lanes, and the backward
+that runs.
+
+    forward      unit 1 | unit 2 | unit 3        each prefetches the one that followed it last time
+    backward     unit 3 | unit 2 | unit 1        each prefetches the one that was through before it
+    reductions           [3]      [2]            while the next unit computes
+
+A prefetch that was wrong is released when the root's forward, or the backward, ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.compat import at_end_of_backward, backward_id, inside_backward
+from shardwise.engine.flow import Flow
+from shardwise.memory import weakly
+from shardwise.words import quoted
+
+if TYPE_CHECKING:
+    from shardwise.engine.unit import Unit
+
+LEFT_ALONE = "_shardwise_left_alone"  # an attribute of parameters that each rank updates by itself
+
+
+class Model(Flow):
+    """Made at the first forward of a root module."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._units = [weakref.ref(unit) for unit in units]
+        self.in_forward = self.in_backward = False
+        self._backward = -1  # the backward that the units have been told of
+        self._entered: Unit | None = None  # the last unit that a forward entered
+        self._left: Unit | None = None  # the last unit whose forward was over
+        self._writers_awaited = False  # whether the user marked the end of the optimizer's step
+
+    @staticmethod
+    def start(unit: Unit, root: nn.Module) -> Model:
+        """The first forward of a root: look for problems, then give its units names, lanes and
+        memory."""
+        units: dict[Unit, str] = {}
+        for name, module in root.named_modules():
+            inner = vars(module).get("_shardwise_unit")
+            if inner is not None:
+                units.setdefault(inner, name)
+        _check_first_forward(root, units)
+        groups = [group for inner in units for group in inner.groups]
+        device = groups[0].device if groups else torch.device("cpu")
+        model = Model(list(units), device, lanes=unit._comm_ctx.lanes, **unit.options)
+        unit._comm_ctx.lanes = model.lanes
+        for inner, name in units.items():
+            inner.put_away()  # what was gathered by hand, on other lanes
+            inner.model = model
+            inner.name = name or type(root).__name__.removeprefix("FSDP")
+            for group in inner.groups:
+                group.label, group.awaited = inner.name, None
+                group.gradients.source = model.source
+                model.offloads = model.offloads or group.offload
+                group.sync_initial_values()
+        return model
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that are still alive, outer before inner."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    all_states = units  # the name that torch's pipeline stages use
+
+    @property
+    def root(self) -> Unit | None:
+        return self._units[0]()
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        if self.in_backward and not inside_backward():
+            raise RuntimeError(
+                "the last backward raised an exception and left a part of its gradients: call "
+                "reset_iter_state() on the root module"
+            )
+        self._entered = self._left = None
+        self.in_forward = True
+        for unit in self.units:
+            unit.tidy()
+        if not self._writers_awaited:
+            self.await_writers()
+        self._writers_awaited = False
+
+    def await_writers(self, event: Any = None) -> None:
+        """Make gathers wait for the writes to main weights so far: for all work that was issued to
+        the compute lane, or only for ``event``, which the user recorded at the end of the
+        optimizer's step. ``Group.gather`` notices later writes."""
+        if event is None:
+            self.lanes.join("gather", "compute")
+        else:
+            self.lanes.wait("gather", event)
+            self._writers_awaited = True
+        for unit in self.units if self.lanes.asynchronous else ():
+            for group in unit.groups:
+                group.awaited = group.writes
+
+    def entered(self, unit: Unit) -> None:
+        """Prefetch for whoever ran next the last time. Only inside the root's forward, whose end
+        drops what nobody used: no gather may be left to read main while an optimizer writes it."""
+        if not self.in_forward:
+            return
+        guess, before, self._entered = unit.follower, self._entered, unit
+        if before is not None and before is not unit:
+            before.follower = weakref.ref(unit)
+        self._prefetch(unit, guess, unit.forward_prefetch)
+
+    def left(self, unit: Unit) -> None:
+        """A forward of this unit is over."""
+        if self.in_forward and torch.is_grad_enabled():
+            if self._left is not None and self._left is not unit:
+                unit.predecessor = weakref.ref(self._left)
+            elif self._left is None:
+                unit.predecessor = None
+            self._left = unit
+
+    def end_forward(self) -> None:
+        """The root's forward is over. Units of several modules of which some ran are put away, and
+        so is what was prefetched and not used."""
+        if self._entered is not None:
+            self._entered.follower = None
+        self._entered = None
+        self.in_forward = False
+        for unit in self.units:
+            if unit.ran:
+                unit.end_forward()
+        self.drop_prefetched()
+
+    @staticmethod
+    def _prefetch(unit: Unit, guess: Any, wanted: Sequence[Any] | None) -> None:
+        """Gather for the units that the user listed, else for the one that is expected."""
+        for reference in [guess] if wanted is None else wanted:
+            other = reference() if reference is not None else None
+            if other is not None and other is not unit and other.model is unit.model:
+                other.gather()
+
+    def drop_prefetched(self) -> None:
+        """Release weights that no module sees."""
+        for unit in self.units:
+            if not unit.shown and unit.releases_after_forward:
+                for group in unit.groups:
+                    group.release(self)
+
+    # ------------------------------------------------------------------ backward
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether another backward runs now than the one that began (a reentrant checkpoint)."""
+        return backward_id() != self._backward
+
+    def begin_backward(self) -> None:
+        """A gradient has come to a unit: the first one has autograd call ``end_backward``."""
+        if not self.in_backward:
+            self.in_backward, self._backward = True, backward_id()
+            for unit in self.units:
+                unit.backward = "before"
+            at_end_of_backward(weakly(self.end_backward))
+
+    def prefetch_before(self, unit: Unit) -> None:
+        guess = unit.predecessor
+        other = guess() if guess is not None else None
+        if other is not None and other.backward != "before":
+            guess = None  # its part of this backward is over
+        self._prefetch(unit, guess, unit.backward_prefetch)
+
+    def end_backward(self) -> None:
+        """Autograd is through: complete what is left, in one order on every rank, and join."""
+        self.in_backward = False
+        for unit in reversed(self.units):
+            unit.advance(force=True)
+            self._reduce_left(unit)
+            if not unit.calls:  # else this backward ran inside a forward
+                unit.put_away(unit.release_after_backward)
+        self.end_reductions()
+
+    def _reduce_left(self, unit: Unit) -> None:
+        """Reduce what came too late (a second call, a use outside of forward), and what waits in a
+        unit that only earlier microbatches used, if this microbatch is the last."""
+        final = unit.sync and unit.last and unit.reduce_outer
+        for group in unit.groups[: unit.turn]:
+            gradients = group.gradients
+            if gradients.delayed or not group.trainable:
+                continue
+            late = gradients.has_unpacked
+            if late or (gradients.pending and final):
+                gradients.begin(unit.sync, unit.last and unit.reduce_outer, unit.unused)
+                gradients.reduce(self)
+
+    def reduce_waiting(self) -> None:
+        """Reduce to the main gradients what backwards without synchronisation left. A pipeline
+        schedule calls this at the end of a step, when no backward runs."""
+        for unit in reversed(self.units):
+            for group in unit.groups:
+                if group.gradients.pending:
+                    group.gradients.begin(True, True, unit.unused)
+                    group.gradients.reduce(self)
+        self.end_reductions()
+
+    def end_reductions(self) -> None:
+        self.drain()
+        self.wait_on_host()
+
+    def reset(self) -> None:
+        """Forget a step that an exception has left, with its gradients."""
+        self.drop_reductions()
+        self.in_forward = self.in_backward = False
+        self._entered = self._left = None
+        for unit in self.units:
+            unit.reset()
+
+
+def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
+    """Raise for problems of the whole model."""
+    for unit, name in units.items():
+        unit.tidy()
+        missing = [f"{name}.{x}" if name else x for g in unit.groups for x in g.without_values]
+        if missing:
+            raise RuntimeError(
+                f"parameters {missing} are on the meta device and have no values yet: call "
+                f"model.to_empty(device=...) and initialise or load them before the first forward"
+            )
+    planned = any(group.device.type == "meta" for unit in units for group in unit.groups)
+    empty = [] if planned else [name for name, buffer in root.named_buffers() if buffer.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"buffers {empty} are on the meta device and have no values yet: call "
+            f"model.to_empty(device=...) and compute them again before the first forward"
+        )
+    plain = [
+        name
+        for name, p in root.named_parameters()
+        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+    ]
+    groups = [group for unit in units for group in unit.groups]
+    if plain and any(group.ranks.mesh.size() > 1 for group in groups):
+        raise RuntimeError(
+            f"{quoted(plain)} is trained and in no unit: nothing would average its gradient over "
+            f"the ranks. Wrap the module that holds it (the model itself, after its blocks), or "
+            f"pass it in ignored_params of a unit"
+        )
+    devices = {group.device for unit in units for group in unit.groups}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"the units of one model are on several devices: {sorted(map(str, devices))}"
+        )
+
