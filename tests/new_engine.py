@@ -25,5 +25,6 @@ def install() -> None:
             setattr(api, name, getattr(made, name))
 
 
-if os.environ.get("SHARDWISE_ENGINE") == "new":
+IS_NEW = os.environ.get("SHARDWISE_ENGINE") == "new"
+if IS_NEW:
     install()

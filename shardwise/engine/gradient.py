@@ -397,6 +397,8 @@ class Gradients:
         divisions, hooked = self.main.version.divisions, []
         with plain_attributes():
             before = [GRAD.__get__(parameter) for parameter in self.sharded]
+        if any(grad is not None for grad in before):
+            flow.wait_on_host()  # the host may be the one that adds
         for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
             parameter: Any = self.sharded[index]
             trained = self.unsharded[index].requires_grad

@@ -200,6 +200,11 @@ class Group:
             leaf.show(view.data)
 
     @property
+    def blocks(self) -> list[Block]:
+        """The memory of compute weights beside main."""
+        return [block for p in (self.whole, self._staged) if p is not None for block in p.blocks]
+
+    @property
     def comes_and_goes(self) -> bool:
         """Whether the whole weights are released between their uses."""
         return not (self.persistent or self.aliased)
@@ -343,9 +348,7 @@ class Group:
             return
         whole, writes, lanes = self.whole, self.writes, flow.lanes
         assert whole is not None
-        if self.awaited != writes:  # the gather lane waits for the last writer of main
-            lanes.join("gather", "compute")
-            self.awaited = writes
+        self._prepare(flow)
         with lanes.on("gather"):
             self._arrive()
             whole.acquire()
@@ -357,7 +360,18 @@ class Group:
                 self._gathers = [self._bring(whole, writes)]
         self._kept_from = None
         whole.made_from = writes
-        # Uses of the weights wait for this event, and so do writes to main.
+        self._issued(flow)
+
+    def _prepare(self, flow: Flow) -> None:
+        """Make the gather lane wait for the last writer of main."""
+        if self.awaited != self.writes:
+            flow.lanes.join("gather", "compute")
+            self.awaited = self.writes
+
+    def _issued(self, flow: Flow) -> None:
+        """A gather was issued: uses of the weights wait for it, and so do writes to main. The
+        writer waits on the compute lane; of offloaded weights the writer is the host."""
+        lanes = flow.lanes
         self._ready = event = lanes.mark("gather")
         if event is not None:
             wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")

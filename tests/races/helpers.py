@@ -63,7 +63,7 @@ def name_memory(checker: Checker, model: nn.Module) -> None:
         for number, group in enumerate(unit.groups):
             of = f"{unit.name} group {number}"
             checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
-            if group.compute is not None:
+            if getattr(group, "compute", None) is not None:
                 checker.name(group.compute.flat, f"compute of {of}")
             if not group.aliased:
                 for block in group.blocks:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.pieces import Staging
 from shardwise.checkpoint.saving import take_snapshot
 from shardwise.shard.group import Group
 from shardwise.shard.main_grad import MainGrad
+from tests import new_engine
 from tests.models import STRATEGIES, Model, loss_of, make_model, tokens
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
@@ -384,19 +385,25 @@ def write_after_forward(model: Model, optimizer: torch.optim.Optimizer) -> None:
 def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
     meshes: Meshes, strategy: str
 ) -> None:
-    make_main = MainGrad.ready
+    if new_engine.IS_NEW:
+        from shardwise.engine.gradient import Gradients
+
+        owner, method = Gradients, "_room_for_result"
+    else:
+        owner, method = MainGrad, "ready"
+    make_main = getattr(owner, method)
     for run in (train, accumulate, save_between, write_after_forward, step_in_hooks):
         torch.manual_seed(0)
         with Checker() as checker:
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
             name_memory(checker, model)
 
-            def on_host(gradients: MainGrad, checker: Checker = checker, **how: bool) -> Any:
-                main = make_main(gradients, **how)
-                checker.name(main.flat, "main gradient", on_host=True)
+            def on_host(gradients: Any, *args: Any, checker: Checker = checker, **how: bool) -> Any:
+                main = make_main(gradients, *args, **how)
+                checker.name(getattr(main, "flat", main), "main gradient", on_host=True)
                 return main
 
-            with patch.object(MainGrad, "ready", on_host):
+            with patch.object(owner, method, on_host):
                 run(model, sgd(model))
         assert checker.num_operations["host"] > 10, "the host wrote nothing"
         assert checker.races == [], run.__name__
@@ -431,6 +438,10 @@ def test_groups_keep_the_promises(meshes: Meshes, name: str) -> None:
         if name == "_issued":
             group._ready = runtime.lanes.mark("gather")
 
-    with patch.object(Group, name, as_before):
+    if new_engine.IS_NEW:
+        from shardwise.engine.group import Group as Kind
+    else:
+        Kind = Group
+    with patch.object(Kind, name, as_before):
         assert races(meshes, unshard_ahead, "zero1") != []
         assert races(meshes, unshard_ahead, "zero3") != []
