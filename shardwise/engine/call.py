@@ -10,14 +10,16 @@ whose inputs need no gradient has no gate, and stays open to the end of the back
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwise import comm
 from shardwise.engine.compat import next_number, run_first
@@ -101,14 +103,35 @@ class _Gate(torch.autograd.Function):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in an argument or a result."""
+    """The tensors in an argument or a result: in containers that pytree knows, and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    return [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, each.name, None) for each in fields(leaf)])
+    return found
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
+    """The value with all its tensors changed, in new containers."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return tree_map(partial(_changed, change), value)
+
+
+def _changed(change: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return change(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    made = copy.copy(leaf)
+    for each in fields(leaf):
+        if hasattr(leaf, each.name):
+            object.__setattr__(made, each.name, map_tensors(change, getattr(leaf, each.name)))
+    return made
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:

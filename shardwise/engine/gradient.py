@@ -80,21 +80,22 @@ class Gradients:
 
     def follow(self, group: Group) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        before, self.main = getattr(self, "main", None), group.main
+        self.main = group.main
         self.sharded, self.unsharded = group.sharded, group.unsharded
         self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
         self.device = group.device if not group.main.flat.is_meta else group.main.flat.device
         self.pin = group.pin
-        if before is not None and (self.flat is not None or self._waiting is not None):
-            raise RuntimeError(
-                f"'{self.name(0)}' and the parameters stored with it were moved while gradients "
-                f"of earlier microbatches wait to be reduced: move the model between steps"
-            )
         self._packed, self._nodes = None, {}
         me = weakref.ref(self)
         for index, leaf in enumerate(self.unsharded):
             leaf._gradients, leaf._index = me, index
         self.listen()
+
+    def move(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Let gradients of earlier microbatches follow the parameters (``module.to(...)``)."""
+        for name in ("flat", "_waiting"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, counted(fn(value), "grad_accumulator"))
 
     def name(self, index: int) -> str:
         return self.layout.items[index].name
@@ -156,9 +157,9 @@ class Gradients:
         """The flat gradient of this microbatch."""
         if self.flat is None:
             numel, self.written = self.layout.numel, set()
-            if self.keep:
+            if self.keep or self._becomes_grad:
                 fresh = torch.empty(numel, dtype=self.main.dtype, device=self.device)
-                self.flat = counted(fresh, "grad_accumulator")
+                self.flat = counted(fresh, "grad" if self._becomes_grad else "grad_accumulator")
             elif self._scatters:
                 if self._packed is None:
                     args = numel, self.wire_dtype, self.device
@@ -169,6 +170,14 @@ class Gradients:
                 fresh = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
                 self.flat = counted(fresh, "grad_transient")
         return self.flat
+
+    @property
+    def _becomes_grad(self) -> bool:
+        """Whether nothing is scattered or cast, so that ``flat`` is reduced to ``.grad`` in
+        place."""
+        main = self.main
+        alike = (self.wire_dtype, self.device) == (main.dtype, main.flat.device)
+        return alike and main.flat.numel() == self.layout.numel
 
     def _views(self) -> list[Tensor]:
         """The part of each parameter in ``flat``."""
@@ -211,7 +220,7 @@ class Gradients:
         joins = self._waiting is not None
         chain = [*self._inside, *self._outside] if last else self._inside
         in_collective = divisor if (self._outside or not joins) and not self.sum_only else None
-        ready = self._room_for_result(flat, block) if last else None
+        ready = self._room_for_result(flat) if last else None
         if last:
             came, self.seen = self.seen, [False] * len(self.seen)
         else:
@@ -284,12 +293,11 @@ class Gradients:
             self._view_cache = (None, [])
         return flat, block
 
-    def _room_for_result(self, flat: Tensor, block: Block | None) -> Tensor:
+    def _room_for_result(self, flat: Tensor) -> Tensor:
         """Memory for the new gradients, which nobody else will hold."""
         main = self.main
-        if block is None and (flat.dtype, flat.device) == (main.dtype, main.flat.device):
-            if flat.numel() == main.flat.numel():
-                return flat  # nothing is scattered or cast: it is reduced in place
+        if self._becomes_grad:
+            return flat
         pin = self.pin and main.flat.device.type == "cpu"
         made = torch.empty(
             main.flat.numel(), dtype=main.dtype, device=main.flat.device, pin_memory=pin

@@ -176,7 +176,7 @@ class Group:
             if not self.persistent and self.placements.compute != self.placements.main:
                 compute = self.placements.compute
                 self._staged = Planes(codec, self.layout, self.ranks, compute, device)
-        trained = [parameter.requires_grad for parameter in self.sharded]
+        trained = self._followed = [parameter.requires_grad for parameter in self.sharded]
         self.unsharded: list[Leaf | TileLeaf] = [
             leaf_over(view, tile, requires_grad)
             for view, tile, requires_grad in zip(self._views(), self.tiles, trained, strict=True)
@@ -227,14 +227,20 @@ class Group:
         return [item.name for item, p in pairs if p._local_tensor.is_meta]  # type: ignore[attr-defined]
 
     def follow_trainability(self) -> None:
-        """Give ``requires_grad`` of the parameters at rest to the leaves."""
+        """Give ``requires_grad`` of the parameters at rest to the leaves; what was changed on a leaf
+        that a module holds goes the other way."""
         with plain_attributes():
-            pairs = zip(self.sharded, self.unsharded, strict=True)
-            changed = [(p, leaf) for p, leaf in pairs if p.requires_grad != leaf.requires_grad]
-        for parameter, leaf in changed:
-            leaf.requires_grad_(parameter.requires_grad)
-        if changed:
-            self.gradients.listen()
+            now = [parameter.requires_grad for parameter in self.sharded]
+            shown = [leaf.requires_grad for leaf in self.unsharded]
+        if now == shown == self._followed:
+            return
+        for index, before in enumerate(self._followed):
+            if shown[index] != before:
+                self.sharded[index].requires_grad_(shown[index])
+            elif now[index] != before:
+                self.unsharded[index].requires_grad_(now[index])
+        self._followed = [leaf.requires_grad for leaf in self.unsharded]
+        self.gradients.listen()
 
     # ------------------------------------------------------------------ moves and loads
 
@@ -250,6 +256,7 @@ class Group:
                 f"library brings them to the device for each forward"
             )
         grads = [p.grad for p in self.sharded]
+        self.gradients.move(fn)
         self._move(moved.dtype, moved.device)
         self.main.flat.copy_(moved)
         for parameter, grad in zip(self.sharded, grads, strict=True):
@@ -312,10 +319,10 @@ class Group:
         where = {(piece.dtype, piece.device) for piece in pieces}
         if len(where) > 1:
             pairs = zip(self.items, pieces, strict=True)
-            each = [f"'{item.name}' {piece.dtype} on {piece.device}" for item, piece in pairs]
+            each = [f"'{item.name}' to {piece.dtype} on {piece.device}" for item, piece in pairs]
             raise ValueError(
                 f"parameters of one buffer were moved to different dtypes or devices "
-                f"({', '.join(each)}): move the whole wrapped module"
+                f"({', '.join(each)}); convert them together"
             )
         self._move(*where.pop())
         for index, piece in enumerate(pieces if not self.main.flat.is_meta else ()):
@@ -433,9 +440,14 @@ class Group:
             self.whole.made_from = None
             raise
 
+    @property
+    def pending(self) -> bool:
+        """Whether a gather is under way, so that :meth:`wait` must come before a use."""
+        return bool(self._gathers) or self._ready is not None
+
     def wait(self, flow: Flow) -> None:
         """Make the whole weights usable by what the caller computes next."""
-        if self._gathers or self._ready is not None:
+        if self.pending:
             self._arrive()
             flow.lanes.wait("compute", self._ready)
             self._ready = None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.compat import at_end_of_backward, backward_id, inside_backward
 from shardwise.engine.flow import Flow
+from shardwise.engine.parameter import Leaf
 from shardwise.memory import weakly
 from shardwise.words import quoted
 
@@ -172,8 +173,8 @@ class Model(Flow):
     def prefetch_before(self, unit: Unit) -> None:
         guess = unit.predecessor
         other = guess() if guess is not None else None
-        if other is not None and other.backward != "before":
-            guess = None  # its part of this backward is over
+        if other is not None and not (other.backward == "before" and other.gather_in_backward):
+            guess = None  # its part of this backward is over, or reads no weights
         self._prefetch(unit, guess, unit.backward_prefetch)
 
     def end_backward(self) -> None:
@@ -192,7 +193,7 @@ class Model(Flow):
         final = unit.sync and unit.last and unit.reduce_outer
         for group in unit.groups[: unit.turn]:
             gradients = group.gradients
-            if gradients.delayed or not group.trainable:
+            if gradients.delayed:
                 continue
             late = gradients.has_unpacked
             if late or (gradients.pending and final):
@@ -237,12 +238,13 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
     if empty:
         raise RuntimeError(
             f"buffers {empty} are on the meta device and have no values yet: call "
-            f"model.to_empty(device=...) and compute them again before the first forward"
+            f"model.to_empty(device=...) and compute them again before the first forward (a state "
+                f"dict has no buffers with persistent=False)"
         )
     plain = [
         name
         for name, p in root.named_parameters()
-        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+        if not isinstance(p, DTensor | Leaf) and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
     groups = [group for unit in units for group in unit.groups]
     if plain and any(group.ranks.mesh.size() > 1 for group in groups):

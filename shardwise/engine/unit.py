@@ -168,7 +168,7 @@ class Unit:
                 f"others were not: their parameters share a buffer. Move all of them"
             )
         for group in self.groups:
-            if group.is_moved:
+            if group.is_moved and not group.without_values:
                 group.adopt()
                 self.connect()
             if group.gradients.delayed:
@@ -268,6 +268,7 @@ class Unit:
         if self.backward == "before":
             self.turn = 0
             for group in self.groups:
+                group.follow_trainability()
                 group.gradients.begin(self.sync, self.last and self.reduce_outer, self.unused)
         elif self.runtime.is_nested:  # a reentrant checkpoint: the graph inside was not known
             for group in self.groups:
@@ -297,7 +298,7 @@ class Unit:
             if gradients.delayed or not (self.backward == "behind" or stays):
                 return
             self.turn += 1
-            if group.trainable:
+            if group.trainable or gradients.pending:
                 with annotate(self.name, "reduce gradients"):
                     gradients.reduce(self.runtime)
         if not inside_backward():

@@ -360,7 +360,8 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
 def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     """Show the parameters at rest to the state dict, even while whole weights are gathered."""
     unit: Unit = module._shardwise_unit
-    unit.shown_again = unit.shown
+    unit.hide_at_rest()
+    unit.shown_again = unit.shown  # inside a forward or backward
     unit.hide()
 
 
