@@ -86,7 +86,7 @@ def wrapping_problems(job: Wrapping) -> list[str]:
             f"{UNSUPPORTED}Precision(weights={job.precision.weights!r}): the new engine has no "
             f"codec for it yet; use a dtype"
         )
-    return problems + _expert_problems(pairs)
+    return problems + _expert_problems(job.roots, pairs)
 
 
 def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
@@ -165,12 +165,16 @@ def _has_own_operations(parameter: torch.Tensor) -> bool:
     return overriding and not isinstance(parameter, DTensor)
 
 
-def _expert_problems(found: Sequence[tuple[Found, DeviceMesh]]) -> list[str]:
+def _expert_problems(
+    roots: Sequence[nn.Module], found: Sequence[tuple[Found, DeviceMesh]]
+) -> list[str]:
     """Problems with experts that are spread over ranks. Experts must be sharded over ranks with the
     same experts, and other parameters over all ranks that have tokens."""
     linears = [(spread_linear(f), f, mesh) for f, mesh in found]
     spread = [(x.axis, f, mesh) for x, f, mesh in linears if x is not None and x.axis is not None]
-    exchanges = {axis.peers for axis, *_ in spread if not axis.pretends}
+    inside = [m for root in roots for m in root.modules() if isinstance(m, GroupedLinear)]
+    all_axes = [m.axis for m in inside if m.is_spread and m.axis is not None]
+    exchanges = {axis.peers for axis in all_axes if not axis.pretends}
     mixed: list[str] = []
     partial: list[str] = []
     for linear, f, mesh in linears if exchanges else ():
@@ -277,6 +281,11 @@ def placement_problems(
             problems.append(
                 f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': it may return "
                 f"a Shard or None; for another mesh, wrap the parameter's module with mesh=..."
+            )
+        elif wanted is not None and not -f.parameter.ndim <= wanted.dim < max(f.parameter.ndim, 1):
+            problems.append(
+                f"shard_placement_fn wants {wanted!r} for '{f.name}' of shape "
+                f"{list(f.parameter.shape)}, which has no such dimension"
             )
         elif wanted is not None and wanted.dim not in (0, -f.parameter.ndim):
             warn_once(

@@ -442,13 +442,18 @@ class Gradients:
         for leaf in self.unsharded:
             GRAD.__set__(leaf, None)
             leaf._added = False
-        if self._block is not None:
-            self._block.release(self.source)
+        if self._packed is not None and not self._in_flight:
+            self._packed.release(self.source)
         self.flat = self._block = self._waiting = None
+        self._view_cache = (None, [])
         self.missing, self.delayed, self.written = set(), set(), set()
         self.seen = [False] * len(self.seen)
-        self._in_flight = False
         self.main.version.waiting = set()
+
+    def abandon(self) -> None:
+        """The same, of a step that an exception has left; nothing is under way any more."""
+        self._in_flight = False
+        self.forget()
 
 
 def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:

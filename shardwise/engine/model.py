@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.compat import at_end_of_backward, backward_id, inside_backward
+from shardwise.engine.compat import at_end_of_backward, backward_id
 from shardwise.engine.flow import Flow
 from shardwise.engine.parameter import Leaf
 from shardwise.memory import weakly
+from shardwise.moe.delayed import drop_pending
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Model(Flow):
                 group.gradients.source = model.source
                 model.offloads = model.offloads or group.offload
                 group.sync_initial_values()
+        for inner, following in pairwise(units):  # until a forward has shown who follows
+            inner.follower = weakref.ref(following)
         return model
 
     @property
@@ -83,11 +87,6 @@ class Model(Flow):
 
     def begin_forward(self) -> None:
         """The root's forward begins."""
-        if self.in_backward and not inside_backward():
-            raise RuntimeError(
-                "the last backward raised an exception and left a part of its gradients: call "
-                "reset_iter_state() on the root module"
-            )
         self._entered = self._left = None
         self.in_forward = True
         for unit in self.units:
@@ -133,10 +132,11 @@ class Model(Flow):
         so is what was prefetched and not used."""
         if self._entered is not None:
             self._entered.follower = None
-        self._entered = None
+        self._entered = self._left = None  # units hold this object: no circle
         self.in_forward = False
         for unit in self.units:
-            if unit.ran:
+            if unit.ran or unit.calls:  # a call that raised, and the model has caught it
+                unit.calls.clear()
                 unit.end_forward()
         self.drop_prefetched()
 
@@ -221,6 +221,7 @@ class Model(Flow):
         self._entered = self._left = None
         for unit in self.units:
             unit.reset()
+        drop_pending(p for unit in self.units for group in unit.groups for p in group.sharded)
 
 
 def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:

@@ -120,6 +120,8 @@ class ShardedModule(FSDPModule):
         A unit of several modules moves when its last module has moved."""
         unit = self._shardwise_unit
         unit.put_away()
+        if not recurse:  # parameters move one by one, and are packed again once all have moved
+            return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         parameters = [(place, place[0][place[1]]) for place in unit.places]
         for place, _ in parameters:  # past torch's own loop, which would move each by itself
             place[0][place[1]] = None

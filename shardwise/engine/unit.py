@@ -111,6 +111,11 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         model = self.model or Model.start(self, module)
         again = inside_backward()  # a checkpoint runs this forward once more
+        if model.in_backward and not again:
+            raise RuntimeError(
+                "the last backward raised an exception, and left a part of its gradients: call "
+                "reset_iter_state() on the root module"
+            )
         if not again and not self.calls:
             model.lanes.refuse_capture(f"forward of '{self.name}'")
             if self.is_root and not self.ran:
@@ -315,17 +320,20 @@ class Unit:
             raise RuntimeError(
                 f"a gradient reached parameters of unit '{self.name}' while their weights are "
                 f"released, and not through the outputs of its forward: use parameters inside the "
-                f"module's forward, or between unshard() and backward"
+                f"module's forward, or between unshard() and backward, or wrap the module with "
+                f"reshard_after_forward=False"
             )
 
     def reset(self) -> None:
-        """Forget a forward or a backward that was left by an exception."""
+        """Forget a forward or a backward that was left by an exception, with its gradients."""
         self.calls.clear()
         self.open.clear()
         self.backward, self.turn = "before", len(self.groups)
         self.put_away()
         for group in self.groups:
-            group.gradients.forget()
+            group.gradients.abandon()
+            for parameter in group.sharded:
+                parameter.grad = None
 
     # ------------------------------------------------------------------ torch's names
 

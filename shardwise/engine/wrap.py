@@ -315,7 +315,7 @@ def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> No
         vars(root)["_shardwise_unit"] = unit
         register_with_torch(root, unit)
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-        root.register_forward_hook(_post_forward)
+        root.register_forward_hook(_post_forward, always_call=True)
         root.register_state_dict_pre_hook(_before_state_dict)
         root.register_state_dict_post_hook(_after_state_dict)
         root.register_load_state_dict_pre_hook(_before_load)
@@ -354,6 +354,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
 
 @uncompiled
 def _post_forward(module: Any, args: Any, output: Any) -> Any:
+    # After a forward that raised, torch calls this with None: there is no output to watch then.
     return module._shardwise_unit.post_forward(module, output)
 
 
