@@ -27,6 +27,7 @@ class _Reduction:
     finish: Callable[[], None]  # once compute has waited for the result
     current: comm.Pending | None = None  # the collective to wait for next
     done: Any = None  # an event after the last collective
+    issued: bool = True  # whether no collective is still to be issued
 
 
 class SharedLanes:
@@ -61,9 +62,12 @@ class Flow:
     def join_reductions(self) -> None:
         self._reduce_axes = {}
 
-    def launch(self, collectives: Iterator[comm.Pending], finish: Callable[[], None]) -> None:
-        """Start a reduction of what compute has packed."""
+    def launch(
+        self, collectives: Iterator[comm.Pending], finish: Callable[[], None], *, single: bool
+    ) -> None:
+        """Start a reduction of what compute has packed. ``single``: it is one collective."""
         lanes, reduction = self.lanes, _Reduction(collectives, finish)
+        reduction.issued = lanes.asynchronous or single
         lanes.join("reduce", "compute")
         reduction.current = next(collectives, None)
         if lanes.asynchronous:
@@ -82,6 +86,12 @@ class Flow:
             # The reduction holds tensors that were allocated on the reduce lane and read on outer.
             self.lanes.wait("reduce", reduction.done)
             reduction.finish()
+
+    def finish_issued(self) -> None:
+        """Finish reductions early, to free memory. Ranks may call this at different moments, so it
+        does nothing if a reduction still has collectives to issue."""
+        if all(reduction.issued for reduction in self._reductions):
+            self.drain(self.max_reductions - 1)
 
     @staticmethod
     def _complete(reduction: _Reduction) -> None:

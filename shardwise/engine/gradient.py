@@ -34,7 +34,7 @@ from shardwise.division import Division, Shares, Span, replica_shares
 from shardwise.engine.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.memory import CACHING, Block, Source, counted
 from shardwise.placements import PARTIAL, SHARD, steps
-from shardwise.tensor import Cut, ShardedTensor
+from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
 
 if TYPE_CHECKING:
     from shardwise.engine.flow import Flow
@@ -66,6 +66,7 @@ class Gradients:
         self._packed: Block | None = None
         self._view_cache: tuple[Any, list[Tensor]] = (None, [])
         self._waiting: Tensor | None = None
+        self._stamp = 0  # how often main had been written when gradients began to wait
         self._in_flight = False
         self._nodes: dict[int, Any] = {}
         axes = range(len(self.ranks.sizes))
@@ -164,6 +165,7 @@ class Gradients:
                 if self._packed is None:
                     args = numel, self.wire_dtype, self.device
                     self._packed = Block(*args, "grad_transient")
+                    self._packed.release(CACHING)  # the source may have other memory
                 self._packed.acquire(self.source)
                 self._block, self.flat = self._packed, self._packed.tensor
             else:
@@ -198,6 +200,16 @@ class Gradients:
         waits = self._waiting is not None and not self._in_flight
         return self.flat is not None or waits or self.has_unpacked
 
+    def check_waiting(self) -> None:
+        """Raise if main was written while microbatches wait."""
+        waits = self.flat is not None or self._waiting is not None
+        if waits and self._stamp != self.main.version.count:
+            raise RuntimeError(
+                f"the main weights of '{self.name(0)}' and others changed while their gradients "
+                f"waited to be reduced: the optimizer stepped before the last microbatch. "
+                f"{UNREDUCED}"
+            )
+
     @property
     def has_unpacked(self) -> bool:
         """Whether autograd has left gradients on the leaves."""
@@ -210,6 +222,7 @@ class Gradients:
         flow.drain(0 if self._in_flight else flow.max_reductions - 1)
         self._pack()
         version = self.main.version
+        self._stamp = version.count
         if self.keep:
             version.waiting = {index for index, seen in enumerate(self.seen) if seen}
             return
@@ -229,7 +242,8 @@ class Gradients:
         self._in_flight = True
         held: list[Tensor] = [flat]
         collectives = self._collectives(flow, flat, chain, ready, divisor, in_collective, held)
-        flow.launch(collectives, partial(self._finish, flow, block, held, ready, came))
+        finish = partial(self._finish, flow, block, held, ready, came)
+        flow.launch(collectives, finish, single=len(chain) <= 1 and not version.divisions)
 
     @property
     def _divisor(self) -> float | None:
@@ -419,10 +433,11 @@ class Gradients:
                 cut, whole = cut.divided(division), cut
                 piece = cut.within(whole, piece)
             grad = before[index]
-            if isinstance(grad, ShardedTensor) and grad.cut is cut:
+            if isinstance(grad, ShardedTensor) and grad.cut is cut and hasattr(grad, "published"):
                 grad._local_tensor.add_(piece)
             else:
-                own = ShardedTensor(piece, cut)
+                own: Any = ShardedTensor(piece, cut)
+                own.published = True  # not a gradient that the user has set, and may set again
                 if isinstance(grad, ShardedTensor):  # from before the replicas divided it
                     piece.add_(cut.within(grad.cut, grad._local_tensor))
                 elif grad is not None:  # a whole gradient, which the user has set

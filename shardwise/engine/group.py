@@ -57,6 +57,7 @@ class Planes:
         device: torch.device,
     ) -> None:
         self.placements, self.layout, self.ranks = tuple(placements), layout, ranks
+        self.dtype = codec.dtype
         self.first, count = ranks.held(self.placements, layout.num_shards)
         self.sizes = [size for _, size in codec.room(layout)]  # of a shard, in each buffer
         self.blocks = [

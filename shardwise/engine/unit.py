@@ -182,13 +182,13 @@ class Unit:
                     f"backward_dw() before the next forward"
                 )
             group.follow_trainability()
+            group.gradients.check_waiting()
 
     # ------------------------------------------------------------------ whole weights
 
     def gather(self) -> None:
-        """Begin to gather. Buckets, which are listed in the order of backward, come in the order of
-        forward."""
-        for group in self.groups if self.waits else reversed(self.groups):
+        """Begin to gather. Buckets are listed in the order of backward, so the last comes first."""
+        for group in reversed(self.groups):
             group.gather(self.runtime)
 
     def wait(self) -> None:
@@ -291,8 +291,12 @@ class Unit:
             return
         groups = self.groups
         if self.backward == "inside":
-            done = not self.open and not any(group.gradients.missing for group in groups)
-            if done or force:
+            missing = sum(len(group.gradients.missing) for group in groups)
+            if missing == 1:
+                # The weights of two units, the gradients of this one and the packed gradients of
+                # the one before take the memory of four units: free these before the last comes.
+                self.runtime.finish_issued()
+            if force or not (self.open or missing):
                 self.backward = "behind"
                 self.open.clear()
                 self.put_away(self.release_after_backward)
