@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+from typing import Any
 
 NAMES = {
     "fully_shard": "fully_shard",
@@ -23,10 +25,27 @@ def install() -> None:
         made = importlib.import_module(f"shardwise.engine.{file}")
         for name in names.split():
             setattr(api, name, getattr(made, name))
+    api.fully_shard = _without(api.fully_shard, "gather_in_step")
+    api.data_parallel = _without(api.data_parallel, "gather_in_step", overlap_gather={"step": True})
     from tests import ranks
 
     if patience := os.environ.get("SHARDWISE_PATIENCE"):
         ranks.run_ranks.__kwdefaults__["timeout"] = float(patience)
+
+
+def _without(verb: Any, *gone: str, **other: dict[Any, Any]) -> Any:
+    """The verb, for calls with arguments that the new engine has given up."""
+
+    @functools.wraps(verb)
+    def call(*args: Any, **options: Any) -> Any:
+        for name in gone:
+            options.pop(name, None)
+        for name, values in other.items():
+            if name in options:
+                options[name] = values.get(options[name], options[name])
+        return verb(*args, **options)
+
+    return call
 
 
 IS_NEW = os.environ.get("SHARDWISE_ENGINE") == "new"

@@ -90,6 +90,10 @@ class _Leaf:
 class Leaf(_Leaf, nn.Parameter):
     """A plain tensor over the gathered memory."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor of the values: hooks of saved tensors may use torch.save."""
+        return self.detach().as_subclass(Tensor).clone().__reduce_ex__(protocol)
+
 
 class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
     """A DTensor as tensor parallelism placed it, whose local tensor is the gathered memory."""
