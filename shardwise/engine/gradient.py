@@ -115,6 +115,11 @@ class Gradients:
 
     # ------------------------------------------------------------------ one backward
 
+    @property
+    def comes(self) -> bool:
+        """Whether the backward that runs now brings the gradient of some parameter."""
+        return any(will_run(node) for node in self._nodes.values())
+
     def begin(self, sync: bool, last: bool, unused: str) -> None:
         """Backward has come to the unit. ``sync``: send gradients. ``last``: of this step."""
         self.last = sync and (last or not self._waits)
@@ -131,7 +136,11 @@ class Gradients:
                 self.missing.add(index)
 
     def is_wanted(self, index: int) -> bool:
-        return index in self._wanted or index in self.delayed
+        """Whether the backward that runs now (perhaps that of a reentrant checkpoint) brings this
+        gradient, or a kernel will."""
+        if index in self._wanted or index in self.delayed:
+            return True
+        return index in self._nodes and will_run(self._nodes[index])
 
     def delay(self, index: int) -> None:
         """A kernel will write this gradient later. It needs no weight for that."""
@@ -161,7 +170,7 @@ class Gradients:
             if self.keep or self._becomes_grad:
                 fresh = torch.empty(numel, dtype=self.main.dtype, device=self.device)
                 self.flat = counted(fresh, "grad" if self._becomes_grad else "grad_accumulator")
-            elif self._scatters:
+            elif self._scatters and not self._in_flight:  # else that memory is being sent
                 if self._packed is None:
                     args = numel, self.wire_dtype, self.device
                     self._packed = Block(*args, "grad_transient")

@@ -41,6 +41,8 @@ class Model(Flow):
         self._units = [weakref.ref(unit) for unit in units]
         self.in_forward = self.in_backward = False
         self._backward = -1  # the backward that the units have been told of
+        # Whether this backward is for inputs alone (torch.autograd.grad): it reduces nothing.
+        self.for_inputs = False
         self._entered: Unit | None = None  # the last unit that a forward entered
         self._left: Unit | None = None  # the last unit whose forward was over
         self._writers_awaited = False  # whether the user marked the end of the optimizer's step
@@ -168,6 +170,8 @@ class Model(Flow):
             self.in_backward, self._backward = True, backward_id()
             for unit in self.units:
                 unit.backward = "before"
+            groups = (group for unit in self.units for group in unit.groups)
+            self.for_inputs = not any(group.gradients.comes for group in groups)
             at_end_of_backward(weakly(self.end_backward))
 
     def prefetch_before(self, unit: Unit) -> None:
@@ -191,7 +195,7 @@ class Model(Flow):
         """Reduce what came too late (a second call, a use outside of forward), and what waits in a
         unit that only earlier microbatches used, if this microbatch is the last."""
         final = unit.sync and unit.last and unit.reduce_outer
-        for group in unit.groups[: unit.turn]:
+        for group in unit.groups[: unit.turn] if not self.for_inputs else ():
             gradients = group.gradients
             if gradients.delayed:
                 continue

@@ -75,6 +75,10 @@ class _Leaf:
         """The whole main weight (collective), for scripts that call it gathered or not."""
         return self._of_group.sharded[self._index].full_tensor()  # type: ignore[attr-defined,no-any-return]
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Register the hook on the parameter at rest, whose gradient the hook will read."""
+        return self._of_group.sharded[self._index].register_post_accumulate_grad_hook(hook)
+
     # ------------------------------------------------------------------ memory
 
     def show(self, memory: Tensor) -> None:

@@ -90,7 +90,7 @@ class Unit:
     def connect(self) -> None:
         """Listen to the groups, whose buffers may be new after a move."""
         for group in self.groups:
-            group.gradients.arrived = weakly(self.advance)
+            group.gradients.arrived = weakly(self.arrived)
             group.main.version.before_step = weakly(self.hide_at_rest)
 
     @property
@@ -284,6 +284,12 @@ class Unit:
         self.open.discard(call)
         self.advance()
 
+    def arrived(self) -> None:
+        """The gradient of a parameter has come."""
+        if self.model is not None:
+            self.model.for_inputs = False
+        self.advance()
+
     def advance(self, force: bool = False) -> None:
         """Go on as far as the gradients allow."""
         if self.backward == "before" and not force:
@@ -300,7 +306,7 @@ class Unit:
                 self.backward = "behind"
                 self.open.clear()
                 self.put_away(self.release_after_backward)
-        while self.turn < len(groups):
+        while self.turn < len(groups) and not self.runtime.for_inputs:
             group = groups[self.turn]
             gradients = group.gradients
             stays = not group.comes_and_goes and not gradients.missing
