@@ -204,7 +204,7 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """``tensor``, which has new memory, counted in the ledger for as long as the memory is alive."""
+    """``tensor``, which has new memory, counted in the ledger as long as the memory is alive."""
     entry = _Counted(kind, tensor)
     entry.set(tensor.nbytes)
     weakref.finalize(tensor.untyped_storage(), entry.set, 0).atexit = False

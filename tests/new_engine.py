@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the suite on ``shardwise.engine`` (issue 41), until it takes the place of ``shardwise.shard``:
+"""Run the suite on ``shardwise.engine`` (issue 41), until it takes ``shardwise.shard``'s place:
 
-    SHARDWISE_ENGINE=new python -m pytest tests/parity/test_one_process.py
+SHARDWISE_ENGINE=new python -m pytest tests/parity/test_one_process.py
 """
 
 from __future__ import annotations

@@ -68,9 +68,10 @@ class Call:
             # An in-place operation on a view (x = linear(x); x += y) replaces its node, and the
             # hook is lost. The base keeps its node.
             base: Any = tensor._base
-            if base is not None and not base.is_leaf:
-                if base.grad_fn._sequence_nr() >= self.begun + self.gated:
-                    base.register_hook(partial(_enter, self))
+            first = self.begun + self.gated  # the base of a returned input is older than the gate
+            if base is None or base.is_leaf or base.grad_fn._sequence_nr() < first:
+                continue
+            base.register_hook(partial(_enter, self))
 
 
 def _enter(call: Call, gradient: Tensor) -> None:

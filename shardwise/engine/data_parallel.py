@@ -191,9 +191,7 @@ def _planned_buckets(
     return sorted(planned, key=lambda buffer: -min(buffer.members))
 
 
-def _matrix_cost(
-    shape: Sequence[int], route: Route, settings: MuonSettings, measured: bool
-) -> int:
+def _matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings, measured: bool) -> int:
     """The cost of Newton-Schulz on all matrices of one parameter."""
     cost = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)

@@ -41,7 +41,11 @@ class Flow:
     """The lanes and the memory of one model, and its reductions."""
 
     def __init__(
-        self, device: torch.device, lanes: Lanes | None = None, memory: str = "caching", unify: bool = False
+        self,
+        device: torch.device,
+        lanes: Lanes | None = None,
+        memory: str = "caching",
+        unify: bool = False,
     ) -> None:
         self.lanes = lanes or Lanes(device, unify=unify)
         self.source: Source = TracePool() if memory == "trace" else CACHING
@@ -49,7 +53,9 @@ class Flow:
         self.max_reductions = 1
         self.offloads = False  # whether gradients go to the host
         self._reductions: deque[_Reduction] = deque()
-        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}  # where reductions have groups of their own
+        self._reduce_axes: dict[
+            comm.Axis, comm.Axis
+        ] = {}  # where reductions have groups of their own
 
     def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
         """The communicator for reductions over an axis."""

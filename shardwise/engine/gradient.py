@@ -69,11 +69,15 @@ class Gradients:
         self._stamp = 0  # how often main had been written when gradients began to wait
         self._in_flight = False
         self._nodes: dict[int, Any] = {}
+        self._shares_of: Any = None  # the divisions for which these were planned
+        self._shares_by_axis: dict[int, Shares] = {}
         axes = range(len(self.ranks.sizes))
         grad, main, everywhere = self.placements.grad, self.placements.main, (PARTIAL,) * len(axes)
         several = [size > 1 for size in self.ranks.sizes]
         # (axis, whether it scatters): in each microbatch, and in the last one only.
-        self._inside = [(s.axis, s.there == SHARD) for s in steps(everywhere, grad) if several[s.axis]]
+        self._inside = [
+            (s.axis, s.there == SHARD) for s in steps(everywhere, grad) if several[s.axis]
+        ]
         self._outside = [(s.axis, s.there == SHARD) for s in steps(grad, main) if several[s.axis]]
         self._waits = PARTIAL in grad  # whether reductions wait for the last microbatch
         self._nothing_inside = all(placement == PARTIAL for placement in grad)
@@ -256,7 +260,7 @@ class Gradients:
 
     @property
     def _divisor(self) -> float | None:
-        """What the sum is divided by; None for one."""
+        """The divisor of the sum; None for one."""
         divisor = math.prod(self.ranks.sizes) if self.divisor is None else self.divisor
         return None if divisor == 1 else float(divisor)
 
@@ -281,9 +285,9 @@ class Gradients:
                 (more if index in written else fresh).append(pair)
                 written.add(index)
         if fresh:
-            torch._foreach_copy_(*map(list, zip(*fresh, strict=True)))
+            torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if more:
-            torch._foreach_add_(*map(list, zip(*more, strict=True)))
+            torch._foreach_add_([view for view, _ in more], [grad for _, grad in more])
         self.seen = [seen or index in written for index, seen in enumerate(self.seen)]
 
     def _fill(self, final: bool) -> None:
@@ -394,7 +398,7 @@ class Gradients:
         divide the gradients of an optimizer between themselves."""
         main, over = self.main, self.ranks
         divisions = main.version.divisions
-        if getattr(self, "_shares_of", None) is not divisions:
+        if self._shares_of is not divisions:
             self._shares_of, self._shares_by_axis = divisions, {}
         if axis not in self._shares_by_axis:
             pieces = [(low, high, offset) for low, high, offset, *_ in main.pieces]

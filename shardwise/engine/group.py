@@ -119,7 +119,12 @@ class Group:
     ) -> None:
         """``tiles``: of tensor parallelism. ``codec``: None for numbers of ``precision``'s dtype.
         ``divisor``: of the sum of gradients; None: the number of ranks."""
-        self.layout, self.items, self.ranks, self.placements = layout, layout.items, ranks, placements
+        self.layout, self.items, self.ranks, self.placements = (
+            layout,
+            layout.items,
+            ranks,
+            placements,
+        )
         self.precision, self.device, self.offload, self.pin = precision, device, offload, pin
         self.tiles = list(tiles or [None] * len(self.items))
         self.parameter_dtype, self._codec = values[0].dtype, codec
@@ -228,8 +233,8 @@ class Group:
         return [item.name for item, p in pairs if p._local_tensor.is_meta]  # type: ignore[attr-defined]
 
     def follow_trainability(self) -> None:
-        """Give ``requires_grad`` of the parameters at rest to the leaves; what was changed on a leaf
-        that a module holds goes the other way."""
+        """Give ``requires_grad`` of the parameters at rest to the leaves. A change on a leaf that a
+        module holds goes the other way."""
         with plain_attributes():
             now = [parameter.requires_grad for parameter in self.sharded]
             shown = [leaf.requires_grad for leaf in self.unsharded]
@@ -397,9 +402,7 @@ class Group:
             mine.copy_(part)
         return self._run(whole, staged.placements, encode=False)
 
-    def _run(
-        self, out: Planes, here: Sequence[Placement], *, encode: bool = True
-    ) -> comm.Pending:
+    def _run(self, out: Planes, here: Sequence[Placement], *, encode: bool = True) -> comm.Pending:
         """Fill ``out``: encode main into this rank's part of it, then gather axis by axis. Each
         stage sends what the one before it received, so all but the last are waited for."""
         plan = self._plans.get(id(out))
@@ -496,5 +499,3 @@ def _sharded(value: Any) -> Any:
         if rows is not None:
             return ShardedTensor(value._local_tensor, rows.cut)
     return value
-
-

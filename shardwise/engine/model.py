@@ -244,7 +244,7 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
         raise RuntimeError(
             f"buffers {empty} are on the meta device and have no values yet: call "
             f"model.to_empty(device=...) and compute them again before the first forward (a state "
-                f"dict has no buffers with persistent=False)"
+            f"dict has no buffers with persistent=False)"
         )
     plain = [
         name
@@ -263,4 +263,3 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
         raise RuntimeError(
             f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )
-

@@ -438,10 +438,11 @@ def test_groups_keep_the_promises(meshes: Meshes, name: str) -> None:
         if name == "_issued":
             group._ready = runtime.lanes.mark("gather")
 
+    kind: Any = Group
     if new_engine.IS_NEW:
-        from shardwise.engine.group import Group as Kind
-    else:
-        Kind = Group
-    with patch.object(Kind, name, as_before):
+        from shardwise.engine import group
+
+        kind = group.Group
+    with patch.object(kind, name, as_before):
         assert races(meshes, unshard_ahead, "zero1") != []
         assert races(meshes, unshard_ahead, "zero3") != []
