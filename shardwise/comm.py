@@ -21,7 +21,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy
 import torch
@@ -61,7 +61,22 @@ _SMALL_OBJECT = 2048  # bytes of a rank's object that travel in the first exchan
 purpose = ""
 
 
+class Observer(Protocol):
+    """Is told what this rank does (``sw.debug``)."""
+
+    def issued(self, call: Call, axis: Axis) -> None:
+        """A collective comes next."""
+
+    def lacks(self, name: str) -> None:
+        """A parameter that is reduced got no gradient on this rank."""
+
+
+observer: Observer | None = None
+
+
 def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> Ticket:
+    if observer is not None:
+        observer.issued(Call(operation, axis.name, axis.size, nbytes, arriving), axis)
     recorded(operation, axis.name, axis.size, nbytes, arriving)
     # Ranks compare the words, and the sizes of an all-to-all differ between ranks.
     same_size = operation != "all_to_all"

@@ -151,13 +151,18 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
     return read
 
 
+# Called with the label of each work of a unit, before the work; of ``sw.debug``.
+announce: Callable[[str], None] | None = None
+
+
 def annotate(unit: str, work: str) -> AbstractContextManager[Any]:
-    """A profiler label and an NVTX range around a unit's work; nothing without a profiler."""
+    """A label and an NVTX range around a unit's work, under a profiler or ``sw.debug``."""
     if _watcher is not None:
         _watcher.begins(f"{unit}: {work}")
         return _watched(partial(_watcher.phase, f"{unit}: {work}"))
     profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return _labelled(f"{unit}: {work}") if profiling else _NOWHERE
+    wanted = profiling or announce is not None
+    return _labelled(f"{unit}: {work}") if wanted else _NOWHERE
 
 
 @contextmanager
@@ -166,6 +171,8 @@ def _labelled(name: str) -> Iterator[None]:
     if on_gpu:
         torch.cuda.nvtx.range_push(name)
     try:
+        if announce is not None:
+            announce(name)
         with torch.profiler.record_function(name):
             yield
     finally:

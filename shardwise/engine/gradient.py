@@ -301,6 +301,8 @@ class Gradients:
                 absent = final and self.unused == "none" and self.unsharded[index].requires_grad
                 absent = absent and not self.seen[index] and self.sharded[index].grad is None
                 (loud if absent else quiet).append(view)
+                if absent and comm.observer is not None:
+                    comm.observer.lacks(self.name(index))
         if quiet:
             torch._foreach_zero_(quiet)
         for view in loud:

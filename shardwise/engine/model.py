@@ -11,10 +11,11 @@ A prefetch that was wrong is released when the root's forward, or the backward, 
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -38,13 +39,15 @@ class Model(Flow):
 
     def __init__(self, units: Sequence[Unit], device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = [ref(unit) for unit in units]
         self.in_forward = self.in_backward = False
         self._backward = -1  # the backward that the units have been told of
         # Whether this backward is for inputs alone (torch.autograd.grad): it reduces nothing.
         self.for_inputs = False
         self._entered: Unit | None = None  # the last unit that a forward entered
         self._left: Unit | None = None  # the last unit whose forward was over
+        self._ran: list[ref[Unit]] = []  # the units of the last forward with gradients, as entered
+        self._order: deque[ref[Unit]] = deque()  # of this backward: who has not been reduced
         self._writers_awaited = False  # whether the user marked the end of the optimizer's step
 
     @staticmethod
@@ -71,7 +74,7 @@ class Model(Flow):
                 model.offloads = model.offloads or group.offload
                 group.sync_initial_values()
         for inner, following in pairwise(units):  # until a forward has shown who follows
-            inner.follower = weakref.ref(following)
+            inner.follower = ref(following)
         return model
 
     @property
@@ -90,6 +93,8 @@ class Model(Flow):
     def begin_forward(self) -> None:
         """The root's forward begins."""
         self._entered = self._left = None
+        if torch.is_grad_enabled():
+            self._ran.clear()
         self.in_forward = True
         for unit in self.units:
             unit.tidy()
@@ -117,14 +122,16 @@ class Model(Flow):
             return
         guess, before, self._entered = unit.follower, self._entered, unit
         if before is not None and before is not unit:
-            before.follower = weakref.ref(unit)
+            before.follower = ref(unit)
+        if torch.is_grad_enabled():
+            self._ran.append(ref(unit))
         self._prefetch(unit, guess, unit.forward_prefetch)
 
     def left(self, unit: Unit) -> None:
         """A forward of this unit is over."""
         if self.in_forward and torch.is_grad_enabled():
             if self._left is not None and self._left is not unit:
-                unit.predecessor = weakref.ref(self._left)
+                unit.predecessor = ref(self._left)
             elif self._left is None:
                 unit.predecessor = None
             self._left = unit
@@ -170,6 +177,7 @@ class Model(Flow):
             self.in_backward, self._backward = True, backward_id()
             for unit in self.units:
                 unit.backward = "before"
+            self._order = deque(reversed(dict.fromkeys(self._ran)))
             groups = (group for unit in self.units for group in unit.groups)
             self.for_inputs = not any(group.gradients.comes for group in groups)
             at_end_of_backward(weakly(self.end_backward))
@@ -181,10 +189,21 @@ class Model(Flow):
             guess = None  # its part of this backward is over, or reads no weights
         self._prefetch(unit, guess, unit.backward_prefetch)
 
+    def reduce_in_order(self, unit: Unit) -> None:
+        """Reduce what is complete, each unit behind those that forward entered after it. Gradients
+        that only some ranks have come at other times there: the order may not follow from them."""
+        order = self._order
+        if ref(unit) not in order:
+            unit.reduce_groups()  # called outside of the root's forward, or once more
+        while order and ((first := order[0]()) is None or first.reduce_groups()):
+            order.popleft()
+
     def end_backward(self) -> None:
         """Autograd is through: complete what is left, in one order on every rank, and join."""
         self.in_backward = False
-        for unit in reversed(self.units):
+        left = [unit for reference in self._order if (unit := reference()) is not None]
+        self._order.clear()
+        for unit in dict.fromkeys([*left, *reversed(self.units)]):
             unit.advance(force=True)
             self._reduce_left(unit)
             if not unit.calls:  # else this backward ran inside a forward

@@ -306,18 +306,23 @@ class Unit:
                 self.backward = "behind"
                 self.open.clear()
                 self.put_away(self.release_after_backward)
-        while self.turn < len(groups) and not self.runtime.for_inputs:
-            group = groups[self.turn]
+        self.runtime.reduce_in_order(self)
+        if not inside_backward():
+            self.runtime.end_reductions()  # the last delayed gradient has come
+
+    def reduce_groups(self) -> bool:
+        """Reduce the groups whose turn has come; return whether none is left in this backward."""
+        while self.turn < len(self.groups) and not self.runtime.for_inputs:
+            group = self.groups[self.turn]
             gradients = group.gradients
             stays = not group.comes_and_goes and not gradients.missing
             if gradients.delayed or not (self.backward == "behind" or stays):
-                return
+                return False
             self.turn += 1
             if group.trainable or gradients.pending:
                 with annotate(self.name, "reduce gradients"):
                     gradients.reduce(self.runtime)
-        if not inside_backward():
-            self.runtime.end_reductions()  # the last delayed gradient has come
+        return self.backward != "before"
 
     def _refuse_released(self) -> None:
         """A gradient has come before any gradient of an output: the parameter was used outside of
