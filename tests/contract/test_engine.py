@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.engine.codec import Cast
 from shardwise.engine.data_parallel import data_parallel
 from shardwise.engine.fully_shard import fully_shard
 from shardwise.engine.module import units_of
+from shardwise.layout import Layout
 from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,
@@ -62,6 +66,59 @@ def test_buckets_train_as_plain_torch_does(rank: int, world_size: int, overlap: 
     assert len(net._shardwise_unit.groups) > 2
     for step in range(2):
         check_backward(net, plain, word_loss, rank, world_size, step)
+
+
+# ------------------------------------------------------------------------------ codecs
+
+
+class Scaled(Cast):
+    """Numbers, and beside them the largest of each shard: two buffers, as codes and scales are."""
+
+    def room(self, layout: Layout) -> Sequence[tuple[torch.dtype, int]]:
+        return [(self.dtype, layout.shard_size), (torch.float32, 4)]
+
+    def encode(self, main: Tensor, outs: Sequence[Tensor]) -> None:
+        largest = main.view(outs[1].numel() // 4, -1).abs().amax(1, keepdim=True)
+        outs[1].view(-1, 4).copy_(largest.expand(-1, 4))
+        outs[0].copy_((main.view(len(largest), -1) / largest).view(-1))
+
+    def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:
+        SEEN.append([tuple(buffer.shape) for buffer in buffers])
+        return super().view(buffers, layout, index)
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        return False
+
+
+SEEN: list[list[tuple[int, ...]]] = []
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_the_buffers_of_a_codec_are_one_collective(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net = nn.Linear(8, 16)
+    with patch("shardwise.engine.group.Cast", Scaled):
+        fully_shard(net, **options_for(strategy, world_size))
+    (group,) = net._shardwise_unit.groups  # type: ignore[union-attr]
+    plain = nn.Linear(8, 16)
+    with torch.no_grad():
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            other.copy_(one.full_tensor())  # type: ignore[attr-defined]
+    shards, numel = group.layout.num_shards, group.layout.numel
+    assert SEEN[-1] == [(numel,), (4 * shards,)]
+    with comm.record() as calls:
+        net.unshard()  # type: ignore[operator]
+    last = calls[-1]
+    assert last.operation == "all_gather" and last.nbytes == 4 * (numel + 4 * shards)
+    assert len(calls) == (2 if strategy == "hfsdp" else 1)
+    codes, scales = group.whole.tensors
+    decoded = (codes.view(shards, -1) * scales.view(shards, 4)[:, :1]).view(-1)
+    for index, parameter in enumerate(plain.parameters()):
+        start = group.layout.starts[index]
+        found = decoded[start : start + parameter.numel()].view(parameter.shape)
+        torch.testing.assert_close(found, parameter.detach())
 
 
 # ------------------------------------------------------------------------------ calls
