@@ -348,9 +348,9 @@ class Cut:
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec | None:
         """The whole tensor as torch's DTensor describes it; None in a plan, which needs none."""
-        if isinstance(self.mesh, PretendedMesh):
-            return None
         spec = self._specs.get(dtype)
+        if spec is None and isinstance(self.mesh, PretendedMesh):
+            return None
         if spec is None:
             meta = TensorMeta(self.shape, self.stride, dtype)
             placements = self._placements

@@ -490,8 +490,10 @@ def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
     """Autograd has brought the gradient of one parameter, complete for this backward."""
     gradients = reference()
     if gradients is not None:
-        gradients.missing.discard(index)
-        gradients.arrived()
+        missing = gradients.missing
+        missing.discard(index)
+        if len(missing) < 2:  # else there is nothing to do yet
+            gradients.arrived()
 
 
 def reduce_shares(

@@ -398,16 +398,16 @@ class Group:
         if staged.made_from != writes:
             self._run(staged, self.placements.main).wait()
             staged.made_from = writes
-        for mine, part in zip(whole.part(staged.placements), staged.tensors, strict=True):
-            mine.copy_(part)
-        return self._run(whole, staged.placements, encode=False)
+        return self._run(whole, staged.placements, staged.tensors)
 
-    def _run(self, out: Planes, here: Sequence[Placement], *, encode: bool = True) -> comm.Pending:
-        """Fill ``out``: encode main into this rank's part of it, then gather axis by axis. Each
-        stage sends what the one before it received, so all but the last are waited for."""
+    def _run(
+        self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None = None
+    ) -> comm.Pending:
+        """Fill ``out`` from ``sent``, which has these placements, or by encoding main. Each stage
+        sends what the one before it received, so all but the last are waited for."""
         plan = self._plans.get(id(out))
         if plan is None:
-            plan = self._plans[id(out)] = self._planned(out, here, encode)
+            plan = self._plans[id(out)] = self._planned(out, here, sent)
         place, stages = plan
         if place is not None:
             self.codec.encode(self.main.flat, place)
@@ -417,20 +417,17 @@ class Group:
             pending = comm.all_gather_together(pairs, axis)
         return pending
 
-    def _planned(self, out: Planes, here: Sequence[Placement], encode: bool) -> _Plan:
-        placements, stages = list(here), []
-        part = out.part(placements)
-        main = self.main.flat
-        changes = steps(tuple(here), out.placements)
-        as_it_lies = self.codec.is_plain(main.dtype) and main.device == part[0].device
-        direct = encode and as_it_lies and len(changes) == 1
-        place = part if encode and not direct else None
+    def _planned(self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None) -> _Plan:
+        placements, stages, main = list(here), [], self.main.flat
+        part, changes = out.part(placements), steps(tuple(here), out.placements)
+        if sent is None and self.codec.is_plain(main.dtype) and main.device == part[0].device:
+            sent = [main]  # as it lies
+        place = part if sent is None else None
         for axis, _, there in changes:
             placements[axis] = there
             more = out.part(placements)
-            sent = [main] if direct else part
-            stages.append((list(zip(more, sent, strict=True)), self.ranks.axes[axis]))
-            part = more
+            stages.append((list(zip(more, sent or part, strict=True)), self.ranks.axes[axis]))
+            part, sent = more, None
         return place, stages
 
     def _arrive(self) -> None:
