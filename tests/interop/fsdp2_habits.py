@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise as sw
 from tests.contract.helpers import assert_close, full, raised
 from tests.interop.fsdp2_contract import Tail, assert_same, both, case, step, trains, words
+from tests.one_card import device_type
 
 # ------------------------------------------------------------------------------ 7: torch.optim
 
@@ -96,7 +97,7 @@ def placement_uneven(shard: Any) -> None:
 
 @case("8 a 2-D mesh without names", torch_fails="mesh_dim_names")
 def unnamed_mesh(shard: Any) -> None:
-    net, plain = both(shard, mesh=init_device_mesh("cpu", (1, 2)))
+    net, plain = both(shard, mesh=init_device_mesh(device_type(), (1, 2)))
     trains(net, plain)
 
 
@@ -365,7 +366,7 @@ def whole_loop(shard: Any) -> None:
         groups = [{"params": sizes[0], "weight_decay": 0.1}, {"params": sizes[1]}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (count + 1))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
         for _ in range(2):
             for microbatch in range(2):
                 if model is net:

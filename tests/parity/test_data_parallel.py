@@ -18,6 +18,7 @@ from shardwise.shard import buckets
 from tests import models
 from tests.cases import pairwise
 from tests.models import PRECISIONS, loss_of, make_model, mesh_of, shard_model, tokens
+from tests.one_card import device_type
 from tests.ranks import on_ranks, run_ranks
 
 STEPS, DEPTH = 3, 4
@@ -257,7 +258,7 @@ def make_sparse(seed: int) -> Sparse:
 
 def expert_meshes() -> tuple[DeviceMesh, DeviceMesh]:
     """4 ranks: 2 expert-parallel ones, and 2 that hold the same experts: {0, 2} and {1, 3}."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_dp", "ep"))
+    grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("expert_dp", "ep"))
     return mesh_of(4), grid["expert_dp"]
 
 

@@ -24,6 +24,7 @@ from shardwise.optim.split import Split
 from shardwise.optim.storage import block_shape, sharding_of
 from shardwise.placements import chunk_range
 from tests.models import mesh_of
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -234,7 +235,7 @@ def test_bad_parameters_are_refused_together() -> None:
 
 @cache
 def grid() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[str, str]]:
@@ -286,7 +287,7 @@ def cut_by_tp(mesh: DeviceMesh) -> Net:
 
 @cache
 def tp_mesh(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
 
 
 def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:

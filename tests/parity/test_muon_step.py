@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.optim.gradients import NonFiniteGradient
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
+from tests.one_card import device_type
 from tests.parity.helpers import assert_same, everything, full
 from tests.ranks import run_ranks
 
@@ -152,7 +153,7 @@ def test_bad_norms_are_refused() -> None:
 
 def scaled(rank: int, world_size: int, strategy: str) -> list[bool]:
     model, optimizer = build(strategy, world_size)
-    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scaler = GradScaler(device_type(), init_scale=256.0, growth_interval=100)
     moved = []
     for step in range(3):
         before = full(model.layers[0].up.weight)

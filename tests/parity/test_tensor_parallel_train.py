@@ -25,6 +25,7 @@ from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig
+from tests.one_card import device_type
 from tests.ranks import on_ranks, run_ranks
 from tests.tensor_parallel import grid, whole
 from tests.train_runs import events_of, make_trainer, write_text
@@ -79,7 +80,7 @@ def test_the_model_is_that_of_one_process(
     for block in model.blocks:
         sw.fully_shard(block, mesh=mesh)
     sw.fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.init_weights(3)
     tokens = torch.randint(0, 33, (4, 17), generator=torch.Generator().manual_seed(5))
     mine = tokens[2 * mesh.get_local_rank("dp") :][:2]
@@ -168,7 +169,7 @@ def measured(rank: int, world_size: int, strategy: str, recompute: Any) -> Found
         cut_over(model, mesh["tp"])
         for unit in (*model.blocks, model):
             sw.fully_shard(unit, mesh=mesh, placements=STRATEGIES[strategy])
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_type())
         model.init_weights(0)
         optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
         tokens = torch.zeros(2, 16, dtype=torch.int64)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests' ranks on one GPU: ``pytest --device cuda``.
+
+NCCL refuses two ranks on one device of one host, and knows hosts by ``NCCL_HOSTID``. Each rank gets
+an id of its own, so NCCL takes the ranks for hosts of a network and sends through sockets of the
+loopback interface. The processes share the GPU by time slices: this shows what is right, never what
+is fast.
+
+    pytest process   sees no GPU: what runs no ranks is a test of the CPU
+      rank 0         NCCL, cuda:0
+      rank 1         NCCL, cuda:0
+
+What a test makes without naming a device lies on the GPU, as under ``torch.set_default_device``;
+the library under test gets no such help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+DEVICE = "SHARDWISE_TEST_DEVICE"  # of the ranks of this session: cpu or cuda
+GPU = "SHARDWISE_TEST_GPU"  # what CUDA_VISIBLE_DEVICES was before the session hid the GPU
+_here = "cpu"
+
+
+def ranks_device() -> str:
+    """The type of device that ranks of this session have, unless a test asks for a backend."""
+    return os.environ.get(DEVICE, "cpu")
+
+
+def device_type() -> str:
+    """The type of this process's device: "cuda" in an NCCL rank, else "cpu"."""
+    return _here
+
+
+def use_device(name: str) -> None:
+    """Give all ranks of this session, of this process and its workers, a device."""
+    if name == "cuda" and ranks_device() == "cpu":
+        os.environ[DEVICE] = name
+        os.environ[GPU] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def join_one_card(rank: int) -> None:
+    """Make this process, which has not used CUDA yet, an NCCL rank on the GPU of all ranks."""
+    global _here
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[GPU]
+    ours = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    ours |= {"NCCL_NET": "Socket", "NCCL_MAX_NCHANNELS": "2"}
+    # One product has the same bits on all streams.
+    os.environ.update(ours | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    torch.cuda.set_device(0)
+    _here = "cuda"
+
+
+def on_device(name: str) -> contextlib.AbstractContextManager[object]:
+    """Make tensors on this device wherever a test names none."""
+    return contextlib.nullcontext() if name == "cpu" else _OnDevice(name)
+
+
+class _OnDevice(TorchFunctionMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.makers = name, _device_constructors()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or func not in self.makers or kwargs.get("device"):
+            return func(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("shardwise"):
+            return func(*args, **kwargs)
+        if (generator := kwargs.get("generator")) is not None:  # the same numbers on every device
+            return func(*args, **kwargs | {"device": generator.device}).to(self.name)
+        return func(*args, **kwargs | {"device": self.name})
+
+
+def write_results(
+    path: Path, *, passed: int, failed: list[str], left_out: Mapping[str, int]
+) -> None:
+    """Write what a session showed, and where."""
+    versions = {"torch": torch.__version__}
+    if ranks_device() == "cuda":
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        versions["card"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    results = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["pytest", *sys.argv[1:]]),
+        "device": ranks_device(),
+        **versions,
+        "passed": passed,
+        "failed": failed,
+        "left_out": left_out,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
