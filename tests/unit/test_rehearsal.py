@@ -58,7 +58,7 @@ def test_ranks_share_gpus_and_each_is_a_host_to_nccl() -> None:
 
 
 def test_a_rank_alone_on_its_gpu_prepares_for_the_others() -> None:
-    """Of three ranks on two GPUs, rank 1 has its own, and meets the others over sockets."""
+    """Three ranks on two GPUs: rank 1 has its own GPU, and meets the others over sockets."""
     found = run_ranks(take_a_gpu, 3, ["a", "b"], {})
     assert [(number, count) for number, count, _ in found] == [(0, 2), (1, 2), (0, 2)]
     assert all(variables["NCCL_NET"] == "Socket" for *_, variables in found)
