@@ -74,6 +74,7 @@ PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "tr
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of all ranks")
     parser.addoption("--results", type=Path, help="write what passed to this file, as JSON")
+    parser.addoption("--failures", type=Path, help="append each failure to this file, as it comes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
     keep_one_product()
     use_device(config.getoption("device"))
+    if (path := config.getoption("failures")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Failures(path))
     config.addinivalue_line("markers", "cpu_only(reason): left out by --device cuda")
     # The same examples in every run; `--hypothesis-profile default` looks for others.
     hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
@@ -122,6 +125,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+class Failures:
+    """Writes each failure at once: a session that is killed has said what it saw."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"===== {report.nodeid}\n{report.longreprtext}\n")
 
 
 @pytest.hookimpl(wrapper=True)

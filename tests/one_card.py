@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' ranks on one GPU: ``pytest --device cuda``.
 
-NCCL refuses two ranks on one device of one host, and knows hosts by ``NCCL_HOSTID``. Each rank gets
-an id of its own, so NCCL takes the ranks for hosts of a network and sends through sockets of the
-loopback interface. The processes share the GPU by time slices: this shows what is right, never what
-is fast.
+The processes share the GPU by time slices and send through sockets (``shardwise.rehearsal``): this
+shows what is right, never what is fast.
 
     pytest process   sees no GPU: what runs no ranks is a test of the CPU
       rank 0         NCCL, cuda:0
@@ -29,6 +27,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+
+from shardwise.rehearsal import share_gpu
 
 DEVICE = "SHARDWISE_TEST_DEVICE"  # of the ranks of this session: cpu or cuda
 GPU = "SHARDWISE_TEST_GPU"  # what CUDA_VISIBLE_DEVICES was before the session hid the GPU
@@ -57,10 +57,8 @@ def join_one_card(rank: int) -> None:
     """Make this process, which has not used CUDA yet, an NCCL rank on the GPU of all ranks."""
     global _here
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[GPU]
-    ours = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    ours |= {"NCCL_NET": "Socket", "NCCL_MAX_NCHANNELS": "2"}
-    # One product has the same bits on all streams.
-    os.environ.update(ours | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    share_gpu(rank)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a product has the same bits on all streams
     torch.cuda.set_device(0)
     _here = "cuda"
 
