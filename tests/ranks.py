@@ -258,12 +258,15 @@ class _Pool:
         return self._collect(name, timeout)
 
     def kill(self) -> None:
+        self.pause(False)
+        for pipe in self.pipes:
+            pipe.close()  # ranks that wait for a call end
+        for process in self.processes if self.backend == "nccl" else ():
+            process.join(2)  # a process that is killed may leave kernels behind
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join(10)
-        for pipe in self.pipes:
-            pipe.close()
         self.folder.cleanup()
 
     def _collect(self, name: str, timeout: float) -> list[Any]:

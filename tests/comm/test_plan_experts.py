@@ -23,7 +23,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import ExpertLoad
 from tests.memory.helpers import Books
 from tests.models import mesh_of
-from tests.one_card import device_type
+from tests.one_card import device_type, ranks_device
 from tests.ranks import run_ranks
 from tests.train_runs import make_world
 
@@ -80,7 +80,7 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
         precision=named_precision(config.precision, experts=True),
         optimizer=config.optimizer,
         microbatches=config.num_microbatches,
-        device="cpu",
+        device=ranks_device(),
         tokens=config.share(world_size) * config.model.context,
         **options,
     )

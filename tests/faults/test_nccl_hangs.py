@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.faults.dying_rank import TIMEOUT
-from tests.one_card import ranks_device
+from tests.one_card import MPS, ranks_device
 from tests.ranks import counts
 
 pytestmark = pytest.mark.skipif(ranks_device() == "cpu", reason="GPU alone: ranks of NCCL")
@@ -26,6 +26,7 @@ def run(how: str, folder: Path) -> tuple[list[int], list[str]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    environment.pop(MPS, None)  # what serves many processes may not outlive one that is killed
     ranks, files = [], []
     for rank in range(2):
         files.append(folder / f"{how}-{rank}")

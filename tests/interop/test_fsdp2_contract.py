@@ -42,6 +42,7 @@ from tests.interop import (
 )
 from tests.interop.fsdp2_contract import (
     CASES,
+    CPU_ONLY,
     LIBRARIES,
     RANKS,
     TORCH_FAILS,
@@ -372,7 +373,12 @@ def run_case(rank: int, world_size: int, name: str, library: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+def marked(name: str) -> Any:
+    reason = CPU_ONLY.get(name)
+    return name if reason is None else pytest.param(name, marks=pytest.mark.cpu_only(reason))
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in sorted(CASES)])
 def test_contract(name: str) -> None:
     run_ranks(run_case, RANKS[name], name, "shardwise")
 

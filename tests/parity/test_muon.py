@@ -170,6 +170,7 @@ def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> 
     return sum(counted)
 
 
+@pytest.mark.cpu_only("counts calls of the CPU's Newton-Schulz")
 @pytest.mark.parametrize(
     ("strategy", "replicas", "times"),
     [("zero3", "spread", 1), ("hsdp", "spread", 1), ("hsdp", "repeat", 2), ("hfsdp", "spread", 1)],

@@ -20,6 +20,7 @@ from shardwise.moe import MixtureOfExperts, Routing, swiglu
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.contract.helpers import options_for, raised
 from tests.models import mesh_for
+from tests.one_card import UNTRACED
 from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 64
@@ -180,6 +181,7 @@ class Tagged(nn.Module):
         return F.linear(x, self.words.weight) * self.up.weight.abs().mean()
 
 
+@pytest.mark.cpu_only(UNTRACED)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
 @on_ranks(2)
 def test_a_compiled_model_computes_with_its_codes(

@@ -25,7 +25,7 @@ from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig
-from tests.one_card import device_type
+from tests.one_card import UNTRACED, device_type
 from tests.ranks import on_ranks, run_ranks
 from tests.tensor_parallel import grid, whole
 from tests.train_runs import events_of, make_trainer, write_text
@@ -235,6 +235,7 @@ def figures(folder: Path, num_steps: int) -> torch.Tensor:
 FEW: dict[str, Any] = {"steps": 3, "eval_every": 3, "save_every": 3}  # the third has momentum
 
 
+@pytest.mark.cpu_only(UNTRACED)
 def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     runs: dict[str, tuple[int, dict[str, Any]]] = {

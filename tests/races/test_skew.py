@@ -112,15 +112,15 @@ def test_ranks_that_sleep_compute_the_same_bits(name: str, precision: str) -> No
 
 @on_ranks(2)
 def without_a_join(rank: int, world_size: int) -> None:
-    """The compute stream goes on without waiting for gathers."""
-    wait = Lanes.wait
+    """Reductions begin without waiting for the gradients that compute packs."""
+    join = Lanes.join
 
-    def forget(lanes: Lanes, lane: Any, event: Any) -> None:
-        if lane != "compute":
-            wait(lanes, lane, event)
+    def forget(lanes: Lanes, lane: Any, other: Any) -> None:
+        if (lane, other) != ("reduce", "compute"):
+            join(lanes, lane, other)
 
     expected = train(rank, world_size, "zero3", "bf16", None)
-    with mock.patch.object(Lanes, "wait", forget):
+    with mock.patch.object(Lanes, "join", forget):
         found = train(rank, world_size, "zero3", "bf16", Skew(rank))
     assert_same(found, expected)
 
