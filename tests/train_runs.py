@@ -56,6 +56,7 @@ TINY = TrainConfig(
     keep=3,
     sample=0,
     profile_step=0,
+    compile="off",
     timeout=240.0,
 )
 

@@ -130,7 +130,7 @@ def check_cut(rank: int, world_size: int) -> tuple[int, int, int]:
     return len(calls), sum(call.nbytes for call in calls), matrix
 
 
-@pytest.mark.cpu_only("counts the matrices of each owner by the prices of a CPU")
+@pytest.mark.cpu_only("updates travel in 16 bits on a GPU")
 def test_parts_of_a_matrix_travel_to_its_owner_and_back() -> None:
     results = run_ranks(check_cut, 4)
     matrix = results[0][2]

@@ -15,6 +15,7 @@ from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.reference import exchange as reference
 
+pytestmark = pytest.mark.cpu_only("updates travel in 16 bits on a GPU")
 SIDE = 16
 
 
@@ -55,7 +56,6 @@ def count_sharded(rank: int, world_size: int, stage: int, wire: str) -> tuple[in
     return sum(call.nbytes for call in calls), total
 
 
-@pytest.mark.cpu_only("counts the matrices of each owner by the prices of a CPU")
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (2, 3), (4, 2), (4, 3)])
 def test_a_sharded_step_sends_the_formula(world_size: int, stage: int, wire: str) -> None:

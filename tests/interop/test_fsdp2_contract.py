@@ -256,7 +256,7 @@ def get_full(shard: Any) -> None:
     found = get_model_state_dict(net, options=options)
     assert set(found) == (set(plain.state_dict()) if dist.get_rank() == 0 else set())
     for name, value in found.items():
-        assert torch.equal(value, plain.state_dict()[name])
+        assert torch.equal(value, plain.state_dict()[name].cpu())
 
 
 # ------------------------------------------------------------------------------ 6: optimizer state

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,10 @@ def build(axis: comm.Axis | None, options: dict[str, Any], **layer: Any) -> Mixt
     for name, parameter in part.experts.named_parameters():
         parameter.data.copy_(whole.experts.get_parameter(name)[mine])
     return part
+
+
+def at(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
 
 
 def batch(ranks: int) -> tuple[Tensor, Tensor]:
@@ -195,6 +200,7 @@ def test_capacity_over_ranks(rank: int, world_size: int) -> None:
     assert dropped > 0
 
 
+@pytest.mark.cpu_only("another kernel multiplies rows in blocks")
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.6])
 @on_ranks(4)
 def test_with_a_capacity_no_host_waits_for_rows_and_nothing_else_changes(
@@ -289,7 +295,11 @@ def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) ->
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(
-                whole_gradient(named[name]), parameter.grad, rtol=1e-4, atol=1e-5, msg=name
+                whole_gradient(named[name]),
+                parameter.grad,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=at(name),
             )
         for optimizer in optimizers:
             optimizer.step()
@@ -330,7 +340,13 @@ def test_experts_spread_over_one_axis_and_sharded_over_another(
         assert want is not None
         if name.startswith("moe.experts."):
             want = want[first : first + EXPERTS // 2]
-        torch.testing.assert_close(whole_gradient(parameter), want, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            whole_gradient(parameter),
+            want,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=at(name),
+        )
         compared += 1
     assert compared == len(truth) == 9
 
@@ -392,7 +408,13 @@ def test_delayed_weight_gradients_are_reduced_when_they_come(
             assert parameter.grad is not None
             gradient = whole_gradient(named[name])
             assert gradient.dtype == torch.float32
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                gradient,
+                parameter.grad,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=at(name),
+            )
         model.zero_grad()
         plain.zero_grad()
         published.clear()

@@ -137,6 +137,7 @@ def clip_in_step(rank: int, world_size: int, strategy: str) -> None:
     assert not torch.equal(full(next(model.parameters())), expected[0]), "the clip was used once"
 
 
+@pytest.mark.cpu_only("a fused kernel of a GPU clips and rounds at once")
 @pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
 def test_a_step_clips(strategy: str) -> None:
     run_ranks(clip_in_step, ranks_for(strategy), strategy)

@@ -71,7 +71,7 @@ def check_on_and_off(
     assert names == (matrix if tied else rows)
     if "steps" not in options:
         first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
-        assert last < 0.95 * first, f"nothing was learned: {first} to {last}"
+        assert last < 0.98 * first, f"nothing was learned: {first} to {last}"
     return sum(name.endswith("embedding.weight") for name in on)
 
 

@@ -72,7 +72,7 @@ def test_the_model_is_that_of_one_process(
     rank: int, world_size: int, recompute: str, tied: bool
 ) -> None:
     config = dataclasses.replace(MODEL, tied=tied, recompute=recompute, head_z_coefficient=0.01)
-    mesh, alone = grid(2, 2), GPT(config)
+    mesh, alone = grid(2, 2), GPT(config).to(device_type())
     alone.init_weights(3)
     with torch.device("meta"):
         model = GPT(config)
@@ -113,9 +113,9 @@ def test_the_example_of_the_page(rank: int, world_size: int) -> None:
     """For 16 GPUs there, for 4 CPU ranks here: three axes."""
     code = PAGE.read_text().split("```python\n")[1].split("```")[0]
     assert "dp=4" in code
-    alone = GPT(MODEL)
+    alone = GPT(MODEL).to(device_type())
     alone.init_weights(3)
-    names: dict[str, Any] = {"model": GPT(MODEL)}
+    names: dict[str, Any] = {"model": GPT(MODEL).to(device_type())}
     names["model"].init_weights(3)
     exec(code.replace("dp=4", "dp=1"), names)  # the page, as a reader types it
     model, optimizer, mesh = names["model"], names["optimizer"], names["mesh"]
