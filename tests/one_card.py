@@ -62,8 +62,8 @@ def use_device(name: str) -> None:
 
 
 def _serve_side_by_side() -> None:
-    """Where NVIDIA's Multi-Process Service is installed, let kernels of several processes run at
-    the same time until this process ends: ranks that wait for each other need no time slices, and
+    """Let kernels of several processes run at the same time until this process ends, if NVIDIA's
+    Multi-Process Service is installed. Ranks that wait for each other then need no time slices, and
     tests take a fifth of the time."""
     if (control := shutil.which("nvidia-cuda-mps-control")) is None:
         return
