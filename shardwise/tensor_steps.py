@@ -8,8 +8,6 @@
     after a step    the write is counted, so that the next gather refreshes the weights
     zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
                     be computed; the same for modules
-    clipping        refuses gradients whose microbatches wait to be reduced, and gradients of plain
-                    parameters that differ between ranks
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
     parametrize     writes values to parameters at rest; setting a tensor to itself is no write
     DTensor(...)    with our placements makes a ShardedTensor
@@ -41,7 +39,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise import comm
 from shardwise.agreement import all_ranks, differ_anywhere
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
@@ -240,24 +237,6 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
         )
 
 
-def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
-    """Raise if gradients of plain parameters differ between ranks while sharded parameters lie on
-    these axes: each rank would clip its shards of a weight by another norm (collective)."""
-    checksum = 0
-    if plain and axes:
-        norms = torch._foreach_norm(plain, dtype=torch.float64)
-        values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
-        checksum = zlib.crc32(repr(values).encode())
-    if differ_anywhere(checksum, axes):
-        shapes = ", ".join(str(list(gradient.shape)) for gradient in plain[:4])
-        raise RuntimeError(
-            f"gradients are clipped: the gradients of {len(plain)} parameters that are not wrapped "
-            f"(of shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
-            f"Wrap the module that holds them (the model itself, after its blocks), or average "
-            f"their gradients over ranks before clipping"
-        )
-
-
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient.
     Then write the notes of the step."""
@@ -391,43 +370,6 @@ register_optimizer_step_post_hook(_after_step)
 
 
 # ------------------------------------------------------------------------------ other places
-
-
-def _check_before(names: Iterable[str], check: Callable[[list[Tensor]], None]) -> None:
-    """Make functions of torch's clipping call ``check`` with their list of tensors first."""
-    for name in names:
-        for place in (torch.nn.utils.clip_grad, torch.nn.utils):
-            if hasattr(place, name):
-                setattr(place, name, _checked(getattr(place, name), check))
-
-
-def _checked(function: Callable[..., Any], check: Callable[[list[Tensor]], None]) -> Any:
-    @uncompiled
-    @functools.wraps(function)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        check(tensors)
-        return function(tensors, *args, **kwargs)
-
-    return checked
-
-
-def _check_clipped(parameters: list[Tensor]) -> None:
-    refuse_unreduced(parameters, "gradients are clipped")
-
-
-def _check_total(gradients: list[Tensor]) -> None:
-    meshes = dict.fromkeys(g.cut.full_mesh for g in gradients if type(g) is ShardedTensor)
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    if plain and meshes:
-        refuse_own_gradients(plain, [axis for mesh in meshes for axis in Ranks(mesh).axes])
-
-
-# clip_grad_norm_ itself may have been imported by others already. It calls the private two.
-_check_before(
-    ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"), _check_clipped
-)
-_check_before(("_get_total_norm", "get_total_norm"), _check_total)
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):
