@@ -9,7 +9,6 @@
     zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
                     be computed; the same for modules
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
-    parametrize     writes values to parameters at rest; setting a tensor to itself is no write
     DTensor(...)    with our placements makes a ShardedTensor
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
@@ -375,19 +374,6 @@ register_optimizer_step_post_hook(_after_step)
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
-
-
-def _set_parametrized(dest: Tensor, src: Tensor) -> None:
-    """Write a value to the parameter below a parametrization: torch does so when the parametrized
-    name is assigned, or registered and removed (peft does both around each forward)."""
-    if type(dest) is ShardedTensor:
-        dest.copy_(src)
-    elif dest is not src:
-        _torch_set(dest, src)
-
-
-_torch_set = nn.utils.parametrize._maybe_set
-nn.utils.parametrize._maybe_set = _set_parametrized
 
 
 def _new_dtensor(
