@@ -92,8 +92,9 @@ class Rows(Shard):
 
     torch computes from ``placements`` which rows of a full tensor a rank should copy into
     ``to_local()`` (``set_model_state_dict(broadcast_from_rank0=True)`` does). The rows of
-    ``torch.chunk`` would be wrong, without an error. With this placement ``distribute_tensor`` and
-    ``from_local`` make ShardedTensors (tensor_steps.py); torch's own DTensor is refused.
+    ``torch.chunk`` would be wrong, without an error. A DTensor that ``distribute_tensor`` or
+    ``from_local`` made with this placement can be copied or added to a ShardedTensor. Its other
+    operations are torch's own, and those that move rows are refused.
     """
 
     cut: Cut
@@ -104,6 +105,14 @@ class Rows(Shard):
         super().__init__(0)
         # torch's placements refuse attributes in some versions (frozen dataclasses).
         self.__dict__.update(cut=cut, rows=rows, last=last)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to ``Shard(0)``, and to no other tensor's rows: torch caches the placements of
+        results, and must not give one tensor the rows of another."""
+        return self.cut is other.cut if isinstance(other, Rows) else super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((Rows, id(self.cut)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return self  # a value

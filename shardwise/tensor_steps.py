@@ -9,7 +9,6 @@
     zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
                     be computed; the same for modules
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
-    DTensor(...)    with our placements makes a ShardedTensor
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
 Importing this file applies the changes. An optimizer that does a part of this work itself has an
@@ -39,7 +38,7 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from shardwise.agreement import all_ranks, differ_anywhere
-from shardwise.cut import Cut, Rows, Version
+from shardwise.cut import Cut, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
@@ -374,22 +373,6 @@ register_optimizer_step_post_hook(_after_step)
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
-
-
-def _new_dtensor(
-    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
-) -> Any:
-    """A ShardedTensor if ``distribute_tensor`` or ``from_local`` was given our placements, as
-    frameworks do that load or copy a parameter. Torch's own DTensor would keep the rows and forget,
-    in its first operation, that they are uneven."""
-    rows = next((p for p in spec.placements if isinstance(p, Rows)), None)
-    if rows is None or cls is not DTensor:
-        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
-    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
-
-
-_torch_new = DTensor.__new__
-DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
 
 
 def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
