@@ -6,8 +6,6 @@
                     step is noted for ranks to compare; gathers that read the weights end; a closure
                     that decides over the step must return the same loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
-    zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
-                    be computed; the same for modules
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
@@ -231,7 +229,7 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
     if waiting:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
-            f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
+            f"would be left out. {UNREDUCED}, or model.zero_grad() to drop them"
         )
 
 
@@ -328,39 +326,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1
-
-
-# Called with parameters whose gradients the user drops.
-on_zero_grad: list[Callable[[Iterable[Tensor]], None]] = []
-
-_zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-
-
-@functools.wraps(_zero_grad)
-def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    _zero_grad(self, set_to_none)
-    _drop_waiting([parameter for group in self.param_groups for parameter in group["params"]])
-
-
-@functools.wraps(_zero_grad_of_module)
-def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None:
-    _zero_grad_of_module(self, set_to_none)
-    _drop_waiting(list(self.parameters()))
-
-
-def _drop_waiting(parameters: list[Tensor]) -> None:
-    """Drop microbatches that wait to be reduced, too: torch passes over parameters whose ``.grad``
-    is None, and has no hook for this."""
-    stepping.clear()  # a step that raised has ended
-    for parameter in parameters:
-        if type(parameter) is ShardedTensor and parameter.version is not None:
-            parameter.version.waiting.discard(parameter.cut.index)
-    for drop in on_zero_grad:
-        drop(parameters)
-
-
-torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
-nn.Module.zero_grad = _drop_gradients_of_module  # type: ignore[method-assign]
 
 
 register_optimizer_step_pre_hook(_before_step)
