@@ -23,11 +23,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.holders import count_holders, count_references, is_kept, mark_lent, time_now
+from shardwise.uncompiled import skip_frames
 
 
 class Ledger:
@@ -193,14 +195,16 @@ class _Counted:
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """A bound method that does not keep its object alive. After the object is deleted, it returns
-    None."""
-    reference = weakref.WeakMethod(method)
+    None. torch.compile does not trace the call: autograd makes it inside a compiled step."""
+    return partial(_call_weakly, weakref.WeakMethod(method), *first)
 
-    def call(*rest: Any) -> Any:
-        bound = reference()
-        return None if bound is None else bound(*first, *rest)
 
-    return call
+def _call_weakly(reference: weakref.WeakMethod[Any], *args: Any) -> Any:
+    bound = reference()
+    return None if bound is None else bound(*args)
+
+
+skip_frames(_call_weakly)
 
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:

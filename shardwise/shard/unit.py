@@ -194,7 +194,6 @@ class Unit(Wrapped):
 
     def _recover(self) -> None:
         """Recover if an exception, or an interrupt by the user, ended a forward or a backward."""
-        self.runtime.refuse_other_threads(self.name)
         if self.runtime.has_failed():
             self.runtime.recover()
         elif not self.calls.running:

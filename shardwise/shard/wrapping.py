@@ -287,7 +287,7 @@ def _after_failure(module: Any, args: Any, output: Any) -> None:
     these parameters."""
     show_to_hooks()
     unit = module._shardwise_unit
-    if unit.calls.running and not (unit.runtime.in_backward or unit.runtime.in_other_thread):
+    if unit.calls.running and not unit.runtime.in_backward:
         unit.drop_dead_calls(entering=True)
 
 
