@@ -192,11 +192,6 @@ def test_docstrings_say_what_is_returned_or_done() -> None:
     assert broken(vague_docstrings, [*PACKAGE, *TESTS]) == {}
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
-    lengths = {path.name: path.read_text().count("\n") for path in PACKAGE}
-    assert len(lengths) > 100 and [name for name, lines in lengths.items() if lines > 500] == []
-
-
 def test_layout_needs_the_standard_library_alone() -> None:
     assert broken(not_from_the_standard_library, [ROOT / "shardwise/layout.py"]) == {}
 
