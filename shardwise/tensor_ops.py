@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise import comm
 from shardwise.agreement import differ
-from shardwise.cut import Cut
+from shardwise.cut import Cut, Rows
 from shardwise.tensor_whole import (
     CUT_OTHERWISE,
     PAST_FORWARD,
@@ -169,6 +169,7 @@ class Operations:
 
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
         """The part of an operand that belongs to this rank's piece."""
+        operand = self._ours(operand)
         if type(operand) is self.kind:
             if cut.is_part_of(operand.cut):
                 return cut.within(operand.cut, operand._local_tensor)
@@ -197,6 +198,15 @@ class Operations:
         )
         fix = f"expand it to {list(cut.shape)}, or use full_tensor()"
         _refuse_cut(func, cut, why, fix)
+
+    def _ours(self, operand: Any) -> Any:
+        """A ShardedTensor for a DTensor that ``distribute_tensor`` or ``from_local`` made over our
+        placements, as frameworks do that load a parameter."""
+        if isinstance(operand, DTensor) and type(operand) is not self.kind:
+            cut = next((one.cut for one in operand.placements if isinstance(one, Rows)), None)
+            if cut is not None and cut.local_shape == operand._local_tensor.shape:
+                return self.wrap(operand._local_tensor, cut)
+        return operand
 
     def _pointwise(
         self, writes: bool, out: str | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -356,7 +366,7 @@ class Operations:
         target, source, *rest = args
         if type(target) is not self.kind:
             return self._into_plain(func, args, kwargs)
-        cut = target.cut
+        cut, source = target.cut, self._ours(source)
         if type(source) is self.kind and cut.matches(source.cut):
             local = source._local_tensor
         elif source.shape != cut.shape and source.numel() != 1:

@@ -6,13 +6,7 @@
                     step is noted for ranks to compare; gathers that read the weights end; a closure
                     that decides over the step must return the same loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
-    zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
-                    be computed; the same for modules
-    clipping        refuses gradients whose microbatches wait to be reduced, and gradients of plain
-                    parameters that differ between ranks
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
-    parametrize     writes values to parameters at rest; setting a tensor to itself is no write
-    DTensor(...)    with our placements makes a ShardedTensor
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
 Importing this file applies the changes. An optimizer that does a part of this work itself has an
@@ -41,9 +35,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise import comm
 from shardwise.agreement import all_ranks, differ_anywhere
-from shardwise.cut import Cut, Rows, Version
+from shardwise.cut import Cut, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
@@ -236,25 +229,7 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
     if waiting:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
-            f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
-        )
-
-
-def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
-    """Raise if gradients of plain parameters differ between ranks while sharded parameters lie on
-    these axes: each rank would clip its shards of a weight by another norm (collective)."""
-    checksum = 0
-    if plain and axes:
-        norms = torch._foreach_norm(plain, dtype=torch.float64)
-        values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
-        checksum = zlib.crc32(repr(values).encode())
-    if differ_anywhere(checksum, axes):
-        shapes = ", ".join(str(list(gradient.shape)) for gradient in plain[:4])
-        raise RuntimeError(
-            f"gradients are clipped: the gradients of {len(plain)} parameters that are not wrapped "
-            f"(of shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
-            f"Wrap the module that holds them (the model itself, after its blocks), or average "
-            f"their gradients over ranks before clipping"
+            f"would be left out. {UNREDUCED}, or model.zero_grad() to drop them"
         )
 
 
@@ -353,115 +328,16 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             version.count += 1
 
 
-# Called with parameters whose gradients the user drops.
-on_zero_grad: list[Callable[[Iterable[Tensor]], None]] = []
-
-_zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-
-
-@functools.wraps(_zero_grad)
-def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    _zero_grad(self, set_to_none)
-    _drop_waiting([parameter for group in self.param_groups for parameter in group["params"]])
-
-
-@functools.wraps(_zero_grad_of_module)
-def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None:
-    _zero_grad_of_module(self, set_to_none)
-    _drop_waiting(list(self.parameters()))
-
-
-def _drop_waiting(parameters: list[Tensor]) -> None:
-    """Drop microbatches that wait to be reduced, too: torch passes over parameters whose ``.grad``
-    is None, and has no hook for this."""
-    stepping.clear()  # a step that raised has ended
-    for parameter in parameters:
-        if type(parameter) is ShardedTensor and parameter.version is not None:
-            parameter.version.waiting.discard(parameter.cut.index)
-    for drop in on_zero_grad:
-        drop(parameters)
-
-
-torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
-nn.Module.zero_grad = _drop_gradients_of_module  # type: ignore[method-assign]
-
-
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
 # ------------------------------------------------------------------------------ other places
 
-
-def _check_before(names: Iterable[str], check: Callable[[list[Tensor]], None]) -> None:
-    """Make functions of torch's clipping call ``check`` with their list of tensors first."""
-    for name in names:
-        for place in (torch.nn.utils.clip_grad, torch.nn.utils):
-            if hasattr(place, name):
-                setattr(place, name, _checked(getattr(place, name), check))
-
-
-def _checked(function: Callable[..., Any], check: Callable[[list[Tensor]], None]) -> Any:
-    @uncompiled
-    @functools.wraps(function)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        check(tensors)
-        return function(tensors, *args, **kwargs)
-
-    return checked
-
-
-def _check_clipped(parameters: list[Tensor]) -> None:
-    refuse_unreduced(parameters, "gradients are clipped")
-
-
-def _check_total(gradients: list[Tensor]) -> None:
-    meshes = dict.fromkeys(g.cut.full_mesh for g in gradients if type(g) is ShardedTensor)
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    if plain and meshes:
-        refuse_own_gradients(plain, [axis for mesh in meshes for axis in Ranks(mesh).axes])
-
-
-# clip_grad_norm_ itself may have been imported by others already. It calls the private two.
-_check_before(
-    ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"), _check_clipped
-)
-_check_before(("_get_total_norm", "get_total_norm"), _check_total)
-
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
-
-
-def _set_parametrized(dest: Tensor, src: Tensor) -> None:
-    """Write a value to the parameter below a parametrization: torch does so when the parametrized
-    name is assigned, or registered and removed (peft does both around each forward)."""
-    if type(dest) is ShardedTensor:
-        dest.copy_(src)
-    elif dest is not src:
-        _torch_set(dest, src)
-
-
-_torch_set = nn.utils.parametrize._maybe_set
-nn.utils.parametrize._maybe_set = _set_parametrized
-
-
-def _new_dtensor(
-    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
-) -> Any:
-    """A ShardedTensor if ``distribute_tensor`` or ``from_local`` was given our placements, as
-    frameworks do that load or copy a parameter. Torch's own DTensor would keep the rows and forget,
-    in its first operation, that they are uneven."""
-    rows = next((p for p in spec.placements if isinstance(p, Rows)), None)
-    if rows is None or cls is not DTensor:
-        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
-    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
-
-
-_torch_new = DTensor.__new__
-DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
 
 
 def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:

@@ -38,7 +38,7 @@ from shardwise.cut import Cut, reduced
 from shardwise.division import Division
 from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.tensor_steps import refuse_own_gradients, refuse_unreduced
+from shardwise.tensor_steps import refuse_unreduced
 from shardwise.tensor_whole import gathered
 from shardwise.words import quoted
 
@@ -270,9 +270,6 @@ def _grad_norm(
         grad = gradient_of(parameter)
         if grad is not None:
             members.append((parameter, grad))
-    plain = [p for p in parameters if not isinstance(p, DTensor) and _others_of(p) is False]
-    grads = [p.grad for p in plain if p.grad is not None]
-    refuse_own_gradients(grads, axes_of(parameters) if plain else [])
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts: list[tuple[Tensor, Tensor]] = []
     largest = norm_type == math.inf

@@ -129,10 +129,7 @@ class Gradients:
             shape = self.layout.items[index].shape
             return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
         target = self._open_target()
-        views = self._views_of(target)
-        if not target.block.own:
-            target.block.lend(views)
-        return views[index], self._open_fresh and index not in self._written
+        return self._views_of(target)[index], self._open_fresh and index not in self._written
 
     def mark_written(self, index: int) -> None:
         """A kernel has defined the gradient of one parameter in this microbatch."""
@@ -223,7 +220,6 @@ class Gradients:
         if self.keep:
             self._wait()
             return
-        self._leave_to_holders(target)
         if target is self._partial and self.wire_dtype != target.dtype:
             self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
@@ -270,21 +266,8 @@ class Gradients:
         self.main.take(grads)
         return True
 
-    def _leave_to_holders(self, target: Buffer) -> None:
-        """If a user holds ``main_grad``, leave the sum of this rank there, and reduce a copy."""
-        if target is not self.main.buffer and self._is_kept(target):
-            unreduced = target.flat.detach()
-            target.block.leave()
-            target.flat.copy_(unreduced)
-
-    def _is_kept(self, buffer: Buffer) -> bool:
-        """Whether a user holds ``main_grad`` of a parameter."""
-        return bool(buffer.block.own) and buffer.block.lent(self._views_of(buffer)) > 0
-
     def _release(self, buffer: Buffer) -> None:
-        """Give the memory back, or leave it to a user who holds ``main_grad``."""
-        if buffer.block.live and self._is_kept(buffer):
-            buffer.block.leave()
+        """Give the memory of a buffer back."""
         buffer.block.release(self._source_of(buffer))
 
     def _is_exact(self, grad: Tensor | None) -> bool:

@@ -12,10 +12,8 @@ released at the end.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -27,7 +25,7 @@ from shardwise.agreement import any_rank_in_step
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
-from shardwise.shard.call import Calls, calls_on_stack, engine_on_stack, is_for_inputs
+from shardwise.shard.call import Calls, is_for_inputs
 from shardwise.shard.flow import Flow
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
@@ -54,8 +52,7 @@ class Runtime(Flow):
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
         self.answered = 0  # the number of the last forward that a backward came to
-        # The thread in which the root's forward runs, or has raised; 0 outside of a forward.
-        self._forward_thread = 0
+        self.in_forward = False  # whether a forward of the root runs, or has raised
         self.for_inputs = False  # whether the running backward brings no gradient of a parameter
         # The forwards whose graph the running backward walks. 0 stands for recomputations.
         self.walked = {0}
@@ -106,39 +103,12 @@ class Runtime(Flow):
         refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
-        self._forward_thread = get_ident()
+        self.in_forward = True
         for unit in self.units:
             unit.tidy()  # all units before the first gather, which can use the memory that is freed
         if not self._writers_awaited:
             self.await_writers()
         self._writers_awaited = False
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the root runs now, or has raised."""
-        return self._forward_thread != 0
-
-    @property
-    def in_other_thread(self) -> bool:
-        """Whether another thread is inside a forward of the root, or inside a backward."""
-        here, failed = get_ident(), self.has_failed()
-        if not failed and self._forward_thread in (0, here):
-            return False
-        threads = sys._current_frames()
-        del threads[here]
-        root = [module for ref in self.units[0].modules if (module := ref()) is not None]
-        frame = threads.get(self._forward_thread)
-        inside = frame is not None and calls_on_stack(root, frame) > 0
-        return inside or (failed and any(map(engine_on_stack, threads.values())))
-
-    def refuse_other_threads(self, name: str) -> None:
-        """Raise if another thread runs this model while a forward begins in this thread."""
-        if self.in_other_thread:
-            raise RuntimeError(
-                f"the forward of unit '{name}' begins while another thread is inside a forward or "
-                f"a backward of the same model, and would release weights that it reads: let "
-                f"threads take turns, in the same order on every rank"
-            )
 
     def give_up(self, unit: Unit) -> None:
         """Forget a unit that belongs to two models: the other root takes it over."""
@@ -166,7 +136,7 @@ class Runtime(Flow):
 
     def end_forward(self) -> None:
         """The root's forward is over."""
-        self._forward_thread = 0
+        self.in_forward = False
         for unit in self.order.ran():
             unit.end_forward()
 
@@ -346,7 +316,7 @@ class Runtime(Flow):
         """Forget an iteration that failed half way, with its gradients."""
         self.drop_reductions()
         self._ending = None
-        self.walked, self._forward_thread = {0}, 0
+        self.walked, self.in_forward = {0}, False
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()

