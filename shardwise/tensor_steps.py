@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All changes to torch itself, so that its optimizers and functions work on our parameters.
 
-    before a step   states that torch loaded are cut like their parameters; other libraries' Muon is
-                    refused; unwrapped parameters cause a warning; gradients are checked, and the
+    before a step   parameters of before wrapping are refused, and other libraries' Muon; states
+                    that torch loaded are cut like their parameters; gradients are checked, and the
                     step is noted for ranks to compare; gathers that read the weights end; a closure
                     that decides over the step must return the same loss on all ranks
     after a step    the write is counted, so that the next gather refreshes the weights
@@ -16,7 +16,6 @@ attribute that says so: ``compares_gradients``, ``marks_writes``, ``places_state
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import sys
 import zlib
@@ -25,9 +24,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -35,18 +33,17 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise.agreement import all_ranks, differ_anywhere
+from shardwise.agreement import differ_anywhere
 from shardwise.cut import Cut, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
-from shardwise.notices import warn_once
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 from shardwise.tensor_writes import sketch, stepping
 from shardwise.uncompiled import skip_frames, uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
-LEFT_ALONE = "_shardwise_left_alone"  # attribute of a parameter that each rank updates by itself
+OWNER = "_shardwise_owner"  # attribute of a parameter of before wrapping: its name in its unit
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
@@ -77,7 +74,6 @@ def _cut_states(optimizer: torch.optim.Optimizer) -> None:
         return
     _seen_states[optimizer] = optimizer.state
     _refuse_matrix_optimizers(optimizer)
-    _warn_of_unwrapped(optimizer)
     for parameter in _ours(optimizer):
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for name, value in sorted(state.items()):
@@ -88,41 +84,14 @@ def _cut_states(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters in no unit, if this process has sharded parameters, in this
-    optimizer or elsewhere: each rank updates its own copy."""
-    plain = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
-    ]
-    if not plain or all_ranks().size == 1:
-        return
-    objects = gc.get_objects()
-    sharded = (x for x in objects if type(x) is ShardedTensor)
-    num_ranks = max((x.cut.full_mesh.size() for x in sharded), default=1)
-    if num_ranks == 1:
-        return
-    reduced = {  # by DDP, or torch's replicate, around our units
-        id(p)
-        for x in objects
-        if issubclass(type(x), nn.parallel.DistributedDataParallel)
-        for p in x._module_parameters
-    }
-    names: dict[int, str] = getattr(optimizer, "_names", {})
-    unreduced = [p for p in plain if id(p) not in reduced]
-    if unreduced:
-        warn_once(
-            logger,
-            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, although the "
-            "model is sharded: nothing averages their gradients over the %d ranks, so the copies "
-            "of the ranks become different. Wrap the module that holds them (the model itself, "
-            "after its blocks). If you average them yourself, or if they shall differ, pass them "
-            "in ignored_params of any unit",
-            type(optimizer).__name__,
-            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in unreduced]),
-            num_ranks,
+def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that was built before wrapping: its tensors have left the model."""
+    plain = (p for group in optimizer.param_groups for p in group["params"])
+    held = [getattr(p, OWNER) for p in plain if type(p) is not ShardedTensor and hasattr(p, OWNER)]
+    if held:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before fully_shard and holds the old parameters "
+            f"({quoted(held)}): it would update nothing. Build the optimizer after wrapping"
         )
 
 
@@ -172,6 +141,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     step if a closure decides over it."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
+    _refuse_originals(optimizer)
     _cut_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

@@ -32,6 +32,7 @@ from shardwise.shard.module import unit_of
 from shardwise.shard.wrapped import Held
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor_steps import OWNER
 from shardwise.tile import tile_problem
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def _module_problems(
 def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
     """The first problem of one parameter."""
     parameter, owner = f.parameter, f.owners[0].__name__
-    if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
+    if isinstance(parameter, ShardedTensor) or hasattr(parameter, OWNER):
         return (
             f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
             f"both modules in one call with a list, or leave both to the root"

@@ -27,6 +27,7 @@ from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor_steps import OWNER
 from shardwise.tensor_writes import sketch
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
@@ -230,7 +231,7 @@ def install(
     unit.members = Members(unit)
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
-        f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
+        setattr(f.parameter, OWNER, f.name)
     with_grad = [f.name for f in found if f.parameter.grad is not None]
     if with_grad:
         warn_once(logger, "gradients from before wrapping are dropped: %s", quoted(with_grad))
