@@ -2,15 +2,14 @@
 """All changes to torch itself, so that its optimizers and functions work on our parameters.
 
     before a step   parameters of before wrapping are refused, and other libraries' Muon; states
-                    that torch loaded are cut like their parameters; gradients are checked, and the
-                    step is noted for ranks to compare; gathers that read the weights end; a closure
-                    that decides over the step must return the same loss on all ranks
+                    that torch loaded are cut like their parameters; microbatches that wait are
+                    refused; gathers that read the weights end
     after a step    the write is counted, so that the next gather refreshes the weights
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
 Importing this file applies the changes. An optimizer that does a part of this work itself has an
-attribute that says so: ``compares_gradients``, ``marks_writes``, ``places_states``.
+attribute that says so: ``marks_writes``, ``places_states``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,12 +31,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise.agreement import differ_anywhere
 from shardwise.cut import Cut, Version
-from shardwise.lockstep import SETTINGS, STEP
-from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
-from shardwise.tensor_writes import sketch, stepping
 from shardwise.uncompiled import skip_frames, uncompiled
 from shardwise.words import quoted
 
@@ -135,10 +129,9 @@ def _in_chunks(cut: Cut) -> bool:
 
 
 @uncompiled
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Prepare a step: gathers that still read main weights end before the optimizer writes them.
-    A closure brings gradients later, so they are not checked then. Returns new arguments for the
-    step if a closure decides over it."""
+    A closure brings gradients later, so they are not checked then."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
     _refuse_originals(optimizer)
@@ -149,29 +142,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for version in _versions_of(optimizer):
         version.before_step()
         version.await_readers()
-    stepping[:] = [optimizer] if closure is None else []
-    if closure is not None and optimizer.param_groups[0].get("line_search_fn") is not None:
-        return (args[0], _compared(closure, _ours(optimizer))), {}
-    return None
-
-
-def _compared(closure: Callable[[], Any], parameters: list[ShardedTensor]) -> Callable[[], Any]:
-    """A closure whose loss must be the same on all ranks: the loss decides how far LBFGS goes."""
-    meshes = {id(p.cut.full_mesh): p.cut.full_mesh for p in parameters}
-    axes = [axis for mesh in meshes.values() for axis in Ranks(mesh).axes]
-
-    def compared() -> Any:
-        loss = closure()
-        if differ_anywhere(zlib.crc32(repr(float(loss)).encode()), axes):
-            raise RuntimeError(
-                f"LBFGS.step(closure): the closure returned {float(loss)} on this rank and another "
-                f"loss on other ranks, so the ranks would take different steps: return the mean "
-                f"over all ranks (loss = loss.detach(); torch.distributed.all_reduce(loss); "
-                f"loss / world_size)"
-            )
-        return loss
-
-    return compared
 
 
 @functools.cache
@@ -204,8 +174,7 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient.
-    Then write the notes of the step."""
+    """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient."""
     parameters = _ours(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         gradients = [(p.cut.name, GRAD.__get__(p)) for p in parameters if p.requires_grad]
@@ -239,50 +208,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(message)
         logger.warning(message)  # gradients may be meant to come in some iterations only
         _had_gradients[optimizer] = True
-    _note_step(optimizer, kind, lacking, [gradient for _, gradient in gradients])
 
 
-def _note_step(
-    optimizer: torch.optim.Optimizer, words: str, lacking: list[str], gradients: list[Any]
-) -> None:
-    """Write notes of the step, with its settings and the parameters that it leaves out: ranks
-    compare the notes, with their collectives, in the next backward."""
-    if lacking and not getattr(optimizer, "compares_gradients", False):
-        checksum = zlib.crc32(repr(lacking).encode())
-        words += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {checksum:08x})"
-    settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
-    # The host would have to wait for gradients on a GPU.
-    plain = [g for g in gradients if type(g) is Tensor and g.device.type == "cpu"]
-    if plain and any(mesh.size() > 1 for mesh in settings):
-        checksum = functools.reduce(lambda before, g: sketch(g, before), plain, 0)
-        words += f" with plain gradients for {len(plain)} parameters (values {checksum:08x})"
-    notes = _notes[optimizer] = []
-    for mesh, values in settings.items():
-        with_settings = f"{type(optimizer).__name__}.step() with {clipped}{values}"
-        for axis in Ranks(mesh).axes:
-            notes += [(axis.journal, STEP, words), (axis.journal, SETTINGS, with_settings)]
-
-
-def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """The numbers and texts among an optimizer's settings, by the mesh of the parameters: shards of
-    one weight must step alike. A rank may have groups for parameters that it alone holds."""
-    found: dict[Any, list[str]] = {}
-    for group in optimizer.param_groups:
-        numbers = [
-            f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
-            for name, value in group.items()
-            if isinstance(value, bool | int | float | str)
-            or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
-            or (isinstance(value, tuple) and all(isinstance(x, int | float) for x in value))
-        ]
-        ours = (p for p in group["params"] if type(p) is ShardedTensor and p.version is not None)
-        for mesh in dict.fromkeys(p.cut.full_mesh for p in ours):
-            found.setdefault(mesh, []).append(" ".join(numbers))
-    return {mesh: "; ".join(dict.fromkeys(groups)) for mesh, groups in found.items()}
-
-
-# Notes of the step that an optimizer takes now, added after it: a refused step has moved nothing.
-_notes: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
 # Optimizers that had a gradient in a step, with whether they were warned since of a step without.
 _had_gradients: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
@@ -290,9 +217,6 @@ _had_gradients: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictiona
 @uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count the write to the weights: a kernel may have written them past the version counters."""
-    stepping.clear()
-    for journal, operation, words in _notes.pop(optimizer, ()):
-        journal.add(operation, words)
     if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1

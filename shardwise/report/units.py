@@ -119,7 +119,6 @@ class ToWrap:
             "precision": options.precision,
             "ignored_params": {copies[id(p)] for p in self.ignored if id(p) in copies},
             "grain": self.grain,
-            "unused_parameters": "error",
         }
         names: list[str] = []
         for original in self.modules if options.bucket_mb is None else [self.model]:

@@ -368,8 +368,8 @@ def grain_problems(grain: Any) -> list[str]:
 
 def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     problems = []
-    if unused not in ("none", "zeros", "error"):
-        problems.append(f"unused_parameters={unused!r}: choose 'none', 'zeros' or 'error'")
+    if unused not in ("none", "zeros"):
+        problems.append(f"unused_parameters={unused!r}: choose 'none' or 'zeros'")
     if memory not in ("caching", "trace"):
         problems.append(f"memory={memory!r}: choose 'caching' or 'trace'")
     if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.lockstep import SETTINGS
 from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, steps
 from shardwise.shard.flow import Flow
@@ -231,9 +230,6 @@ class Gradients:
             self.main.ready(unused=target is not self.main.buffer)
         elif last and target is not self.main.buffer:
             self.main.repaired()
-        for axis in self.ranks.axes if last else ():  # finds a rank that forgot zero_grad()
-            note = "begins anew" if fresh else "adds to earlier gradients"
-            axis.journal.add(SETTINGS, f"a backward of {self.label} that {note}")
         self._in_flight = True
         held: list[Tensor] = []
         collectives = self._reduction(runtime, target, last, fresh, held)
@@ -302,9 +298,23 @@ class Gradients:
         waiting, self.brought = self.main_weight.version.waiting, self.came
         if waiting:
             self.brought = [came or index in waiting for index, came in enumerate(self.came)]
+        if self.last and not (self.shows_zeros or self._alone):
+            for index in self._lacking():
+                views[index].fill_(torch.nan)
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
+
+    def _lacking(self) -> list[int]:
+        """The trainable parameters that nothing has brought a gradient, in this step. If another
+        rank has one, NaN in its place says so; if none has, nobody looks at it."""
+        with plain_attributes():
+            shown = list(map(read_grad, self.sharded))
+        return [
+            index
+            for index, brought in enumerate(self.brought)
+            if not brought and shown[index] is None and self.unsharded[index].requires_grad
+        ]
 
     def _reduction(
         self, runtime: Flow, target: Buffer, last: bool, fresh: bool, held: list[Tensor]

@@ -309,7 +309,7 @@ class Unit(Wrapped):
         if self.runtime.for_inputs:
             return will_come
         self.arrivals.follow()
-        if self.unused == "error" or will_come(*self.arrivals.leaves()):
+        if will_come(*self.arrivals.leaves()):
             return None
         return None if recomputes_inside(self) else will_come
 
