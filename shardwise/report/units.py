@@ -139,6 +139,8 @@ class ToWrap:
             else:
                 early: Any = "step" if options.gather_in_step else False
                 data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
+        for unit in units_of(copied):
+            unit.foresees = False
         if problems := options.precision.unmatched(names):
             raise ValueError(
                 f"plan: {'; '.join(problems)} (parameters have their names in the modules of wrap)"
