@@ -6,8 +6,7 @@
 
 A rank that raises alone leaves the others waiting in their next collective. ``together`` runs work
 that may fail on any rank. ``raise_together`` raises problems that a rank has found already, and
-finds ranks that are about to do different things, where none of them is wrong by itself. ``differ``
-and ``any_rank_in_step`` compare a few bits, and are cheap enough for every step.
+finds ranks that are about to do different things, where none of them is wrong by itself.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ class Unit(Wrapped):
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
-            group.gradients.came, group.gradients.unwanted = [], False
+            group.gradients.unwanted = False
         if self.phase is Phase.RESTING and self.release_after_backward:
             refuse(self.put_away())
 
