@@ -13,21 +13,19 @@ released at the end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 
 from shardwise import comm
-from shardwise.agreement import any_rank_in_step
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
 from shardwise.shard.call import Calls, is_for_inputs
 from shardwise.shard.flow import Flow
-from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
+from shardwise.shard.initial_values import same_over_tiles
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.words import quoted
@@ -59,7 +57,6 @@ class Runtime(Flow):
         # Set from the first unit of a backward to its end: a reference to the callback that
         # autograd holds until the end. The reference is dead if the backward raised.
         self._ending: Callable[[], Any] | None = None
-        self._copies_unknown = True  # whether gradients of copies over tp were not yet compared
         self._writers_awaited = False  # whether the user marked the end of the optimizer's step
 
     @staticmethod
@@ -182,8 +179,7 @@ class Runtime(Flow):
             raise
 
     def _end_backward(self) -> None:
-        """Complete all units, join the lanes, and raise for gradients that are missing or were not
-        reduced."""
+        """Complete all units, join the lanes, and raise for gradients that were not reduced."""
         # Until this function is done, count the backward as failed: hooks may raise.
         self._ending = lambda: None
         units = self.units[::-1]
@@ -200,7 +196,6 @@ class Runtime(Flow):
             for name in unit.arrivals.unreduced()
         ]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
-        missing = self._missing(units)
         self._conclude(units, graph_kept=self.keeps_graph)
         if unreduced:
             raise RuntimeError(
@@ -218,11 +213,6 @@ class Runtime(Flow):
                 f"reference from then (in a list, a closure, an attribute), which no optimizer "
                 f"trains any more. Read the parameter from its module in forward, or share modules"
             )
-        _refuse_missing(missing)
-        whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
-        if self._copies_unknown and whole:
-            self._copies_unknown = False
-            warn_of_unlike_gradients(group for unit in units for group in unit.groups)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients that wait in units which only earlier microbatches used, if this
@@ -240,12 +230,10 @@ class Runtime(Flow):
         units = self.units[::-1]
         for unit in units:
             unit.expect_waiting()
-        missing = self._missing(units)  # before reducing: ranks that differ would hang there
         for unit in units:
             unit.reduce_waiting()
         self.drain()
         self._conclude(units, graph_kept=False)
-        _refuse_missing(missing)
 
     def _conclude(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
         """No backward runs any more: release weights, and let the host read gradients."""
@@ -260,43 +248,6 @@ class Runtime(Flow):
         if self._ending is None and not self.in_backward:
             self.drain()
             self.wait_on_host()
-
-    def _missing(self, units: Sequence[Unit]) -> list[str]:
-        """The parameters that should have a gradient and got none on some rank; the same on all
-        ranks. Raises for parameters that only some ranks train, and, where a gradient may be None,
-        for those that got one on some ranks only."""
-        units = [unit for unit in units if unit.groups]
-        if self.for_inputs:
-            return []
-        absent = _joined(unit.arrivals.absent() & (unit.unused == "error") for unit in units)
-        if any(unit.sync for unit in units):
-            trained = _joined(unit.arrivals.trained for unit in units)
-            used, unused = (
-                _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)
-                for has in (True, False)
-            )
-            facts = numpy.concatenate([absent, trained, ~trained, used, unused])
-            facts = any_rank_in_step(facts, self.axes)
-            absent, trained, frozen, used, unused = numpy.split(facts, 5)
-            if (used & unused).any():
-                raise RuntimeError(
-                    f"{', '.join(self._named(units, used & unused))} got a gradient on some ranks "
-                    f"and none on others. Where ranks differ in what they use, pass "
-                    f"unused_parameters='zeros' (or set_reduce_scatter_unused_params(True))"
-                )
-            if (trained & frozen).any():
-                raise RuntimeError(
-                    f"{', '.join(self._named(units, trained & frozen))} is trained on some ranks "
-                    f"and frozen on others: call requires_grad_ on every rank alike"
-                )
-        return self._named(units, absent)
-
-    def _named(self, units: Sequence[Unit], chosen: comm.Facts) -> list[str]:
-        """The names of the chosen parameters, among all parameters of these units."""
-        if not chosen.any():
-            return []
-        names = [f"'{n}' of unit '{unit.name}'" for unit in units for n in unit.arrivals.names()]
-        return [names[position] for position in chosen.nonzero()[0]]
 
     # ------------------------------------------------------------------ after an exception
 
@@ -321,16 +272,3 @@ class Runtime(Flow):
         for unit in self.units:
             unit.reset()
         drop_pending(p for unit in self.units for group in unit.groups for p in group.sharded)
-
-
-def _refuse_missing(missing: Sequence[str]) -> None:
-    if missing:
-        raise RuntimeError(
-            f"no gradient reached {', '.join(missing)} in this backward. If they are meant to be "
-            f"unused, leave unused_parameters at 'none', pass 'zeros' where ranks differ in what "
-            f"they use, or freeze them with requires_grad_(False)"
-        )
-
-
-def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:
-    return numpy.concatenate([numpy.zeros(0, bool), *facts])

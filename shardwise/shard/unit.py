@@ -87,6 +87,8 @@ class Progress(enum.Enum):
 class Unit(Wrapped):
     """The state behind one ``fully_shard`` call: the wrapped modules, and how far a step is."""
 
+    foresees = True  # whether autograd knows the gradients that come; not in a plan's sketch
+
     def __init__(self, *wrapped: Any, **settings: Any) -> None:
         super().__init__(*wrapped, **settings)
         self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
@@ -309,7 +311,7 @@ class Unit(Wrapped):
         if self.runtime.for_inputs:
             return will_come
         self.arrivals.follow()
-        if self.unused == "error" or will_come(*self.arrivals.leaves()):
+        if not self.foresees or will_come(*self.arrivals.leaves()):
             return None
         return None if recomputes_inside(self) else will_come
 
@@ -458,7 +460,7 @@ class Unit(Wrapped):
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
-            group.gradients.came, group.gradients.unwanted = [], False
+            group.gradients.unwanted = False
         if self.phase is Phase.RESTING and self.release_after_backward:
             refuse(self.put_away())
 
