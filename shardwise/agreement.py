@@ -6,8 +6,7 @@
 
 A rank that raises alone leaves the others waiting in their next collective. ``together`` runs work
 that may fail on any rank. ``raise_together`` raises problems that a rank has found already, and
-finds ranks that are about to do different things, where none of them is wrong by itself. ``differ``
-and ``any_rank_in_step`` compare a few bits, and are cheap enough for every step.
+finds ranks that are about to do different things, where none of them is wrong by itself.
 """
 
 from __future__ import annotations
@@ -136,35 +135,3 @@ def _differ(bits: comm.Facts) -> bool:
 def differ(value: int, axis: comm.Axis) -> bool:
     """Whether a number of 32 bits is not the same on all ranks of the axis."""
     return _differ(comm.any_rank(_bits(value), axis))
-
-
-def differ_anywhere(value: int, axes: Iterable[comm.Axis]) -> bool:
-    """Whether a number of 32 bits differs between any ranks of these axes: the same answer on all
-    of them, because each axis passes on what the axes before it have found."""
-    found = False
-    for axis in axes:
-        found = differ(value, axis) or found
-        found = bool(comm.any_rank(numpy.array([found]), axis)[0])
-    return found
-
-
-def any_rank_in_step(facts: comm.Facts, axes: Iterable[comm.Axis]) -> comm.Facts:
-    """Whether each fact holds on any rank. If the ranks have not issued the same collectives over
-    the axes so far, all of them raise instead, and say which. Every rank goes through every axis: a
-    rank that sees no difference learns of it from a rank that does."""
-    problems: list[str] = []
-    out_of_step = False
-    for axis in axes:
-        sent = numpy.concatenate([facts, [out_of_step], _bits(axis.journal.trail())])
-        received = comm.any_rank(sent, axis)
-        facts, others, bits = numpy.split(received, [len(facts), len(facts) + 1])
-        if _differ(bits):
-            problems.append(axis.journal.first_difference())
-        out_of_step = bool(problems) or bool(others[0])
-    if out_of_step:
-        elsewhere = (
-            "other ranks are out of step, and their errors say where: load a checkpoint, or end "
-            "this run"
-        )
-        raise RuntimeError(problems[0] if problems else elsewhere)
-    return facts

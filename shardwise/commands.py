@@ -93,7 +93,8 @@ class Train:
     dry_run: Switch = False
     """Print the configuration, the plan and the expected time, and exit."""
     nproc: int | None = None
-    """Number of ranks to start on this machine (not under torchrun)."""
+    """Number of ranks to start on this machine (not under torchrun). More ranks than GPUs share the
+    GPUs, slowly: a rehearsal of a large job."""
     out: str | None = None
     """Folder of the run. Default: runs/RECIPE, or the next free name."""
     resume: str | None = None

@@ -88,12 +88,13 @@ class Version:
 
 
 class Rows(Shard):
-    """``Shard(0)`` over uneven rows: it compares equal to ``Shard(0)`` but reports the true sizes.
+    """``Shard(0)`` over uneven rows, with their true sizes.
 
     torch computes from ``placements`` which rows of a full tensor a rank should copy into
     ``to_local()`` (``set_model_state_dict(broadcast_from_rank0=True)`` does). The rows of
-    ``torch.chunk`` would be wrong, without an error. With this placement ``distribute_tensor`` and
-    ``from_local`` make ShardedTensors (tensor_steps.py); torch's own DTensor is refused.
+    ``torch.chunk`` would be wrong, without an error. A DTensor that ``distribute_tensor`` or
+    ``from_local`` made with this placement can be copied or added to a ShardedTensor. Its other
+    operations are torch's own, and those that move rows are refused.
     """
 
     cut: Cut
@@ -104,6 +105,18 @@ class Rows(Shard):
         super().__init__(0)
         # torch's placements refuse attributes in some versions (frozen dataclasses).
         self.__dict__.update(cut=cut, rows=rows, last=last)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the rows of the same tensor alone: torch caches the placements of results, and
+        must not give one tensor the rows of another."""
+        return isinstance(other, Rows) and self.cut is other.cut
+
+    def __ne__(self, other: object) -> bool:
+        """No other than ``Shard(0)``, for torch's check of a new DTensor."""
+        return not (self == other or (type(other) is Shard and other.dim == 0))
+
+    def __hash__(self) -> int:
+        return hash((Rows, id(self.cut)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return self  # a value

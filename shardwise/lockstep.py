@@ -9,10 +9,8 @@ Messages of gloo carry a tag that is made of the operation, its number, its purp
 two ranks that disagree wait for each other and never mix up their bytes. A thread looks at waits
 that take long. It raises only what is proven: ranks in a circle, where each waits for a collective
 that the next has not issued (in one group or in several), will wait for ever. A slow rank is waited
-for; after a minute a warning says what the wait is for.
-
-NCCL has no tags, and the host does not wait for it. So ranks also compare, at the end of every
-backward, a checksum of all collectives that they issued.
+for; after a minute a warning says what the wait is for. NCCL has no tags, and the host does not
+wait for it.
 """
 
 from __future__ import annotations
@@ -37,9 +35,6 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# Writes to weights are no collectives, but ranks must do them alike too: steps of optimizers and
-# loads, and the settings of these steps.
-STEP, SETTINGS = "step", "step settings"
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # the number of a message in its tag starts again after so many
 _FORGOTTEN = "something longer ago than is remembered"
@@ -58,7 +53,6 @@ class _History:
 
     count: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # purposes
-    trail: int = 0  # a checksum over all purposes, in order
 
 
 _journals: WeakSet[Journal] = WeakSet()  # of all groups
@@ -72,56 +66,15 @@ class Journal:
         if group is not None:
             _journals.add(self)
         self._histories: dict[str, _History] = {}  # by operation
-        self._num_comparisons = 0
 
     def add(self, operation: str, purpose: str) -> Ticket:
-        """Note one more collective, or one more step of an optimizer."""
+        """Note one more collective."""
         history = self._histories.get(operation)
         if history is None:
             history = self._histories[operation] = _History()
         history.count += 1
         history.recent.append(purpose)
-        history.trail = (history.trail * 1_000_003 + _checksum(purpose)) & 0xFFFFFFFF
         return Ticket(self, operation, history.count, purpose)
-
-    def trail(self) -> int:
-        """A checksum of 32 bits, the same on ranks that have issued the same collectives. The order
-        counts within an operation only: a rank that reduces late still gathers in step."""
-        trails = sorted((operation, past.trail) for operation, past in self._histories.items())
-        return zlib.crc32(repr(trails).encode())
-
-    def first_difference(self) -> str:
-        """The error message for ranks whose trails differ. Every rank of the group calls this."""
-        store = dist.distributed_c10d._get_default_store()
-        self._num_comparisons += 1
-        where = f"shardwise/issued/{self.group.group_name}/{self._num_comparisons}"
-        mine = self.issued()
-        store.set(f"{where}/{self.rank}", json.dumps(mine))
-        for peer in range(self.size):
-            theirs = json.loads(store.get(f"{where}/{peer}"))
-            for operation in sorted(mine.keys() | theirs.keys()):
-                last = max(issued.get(operation, [0])[0] for issued in (mine, theirs))
-                for number in range(max(last - _REMEMBERED, 0) + 1, last + 1):
-                    first, second = (_purpose(i, operation, number) for i in (mine, theirs))
-                    if first != second:
-                        pair = sorted([(self.rank, first), (peer, second)])
-                        if operation in (STEP, SETTINGS):
-                            return _stepped_apart(*pair)
-                        return _out_of_step(
-                            " and ".join(f"rank {r} issued {operation} of {p}" for r, p in pair)
-                        )
-        return _out_of_step("they issued different collectives, longer ago than is remembered")
-
-    def writes(self) -> tuple[int, int, str]:
-        """The number of writes to weights, a checksum over all of them, and the last one in words:
-        the same on ranks whose weights belong together."""
-        steps = self._histories.get(STEP) or _History()
-        return steps.count, steps.trail, steps.recent[-1] if steps.recent else "nothing"
-
-    def forget_writes(self) -> None:
-        """Begin anew: every rank of the group has loaded its weights."""
-        for operation in (STEP, SETTINGS):
-            self._histories.pop(operation, None)
 
     def issued(self) -> dict[str, Any]:
         """For each operation: how many were issued, and the last purposes. For JSON."""
@@ -351,32 +304,6 @@ def _out_of_step(where: str) -> str:
         f"same order. A rank whose loss does not depend on a module must call the module all the "
         f"same, also with unused_parameters='zeros', which replaces gradients and not forwards. "
         f"The process group cannot be used any more: end this run"
-    )
-
-
-def refuse_other_writes(writes_by_rank: Sequence[dict[str, tuple[int, int, str]]]) -> None:
-    """Raise if ranks of a group have written its weights differently. For each rank:
-    :meth:`Journal.writes` of each group, by the group's name."""
-    first: dict[str, tuple[int, tuple[int, int, str]]] = {}
-    for rank, groups in enumerate(writes_by_rank):
-        for group, writes in groups.items():
-            other, theirs = first.setdefault(group, (rank, writes))
-            if writes[:2] != theirs[:2]:
-                raise RuntimeError(
-                    _stepped_apart(
-                        (other, f"{theirs[0]} writes (the last: {theirs[2]})"),
-                        (rank, f"{writes[0]} writes (the last: {writes[2]})"),
-                    )
-                )
-
-
-def _stepped_apart(*ranks: tuple[int, str]) -> str:
-    did = " and ".join(f"rank {rank} ran {words}" for rank, words in ranks)
-    return (
-        f"the optimizers of the ranks are out of step: {did}. Every rank must step, load and write "
-        f"weights and gradients alike, with the same values, and with the gradients of the same "
-        f"parameters: decide by a value that all ranks share. The weights no longer belong "
-        f"together: load a checkpoint (sw.load) on every rank"
     )
 
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from shardwise.holders import count_holders, count_references, is_kept, mark_lent, time_now
+from shardwise.uncompiled import skip_frames
 
 
 class Ledger:
@@ -87,6 +88,12 @@ class Source(Protocol):
     def release(self, block: Block) -> None: ...
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """An identifier of the memory of a tensor. It exists for a tensor without elements, too: ranks
+    must decide alike."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class Block:
     """A flat tensor whose memory can be released and acquired again.
 
@@ -109,9 +116,6 @@ class Block:
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self.storage = self.tensor.untyped_storage()
-        self.own = 0  # the owner's holders of the memory; 0: nothing was lent yet
-        self._lent_at = 0
-        self.autograds = {0}  # numbers of lent views that turned out to be all held by autograd
         self.live = True
         self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
@@ -136,31 +140,6 @@ class Block:
             self.live = True
             self._counted.set(self._held)
 
-    @property
-    def holders(self) -> int:
-        """The number of tensors that use the memory, the block's own tensor among them."""
-        return count_holders(self.storage)
-
-    def lend(self, shown: Sequence[torch.Tensor] = ()) -> None:
-        """From now on others may make views. All views of the owner exist: count them, without
-        ``shown``, the views that the owner hands out."""
-        self.own, self._lent_at = self.own or self.holders - len(shown), time_now()
-        mark_lent(self.storage)
-
-    def lent(self, shown: Sequence[torch.Tensor] = (), references: int = 0) -> int:
-        """The number of views that others hold, plus the number of their references to ``shown``.
-        The owner itself has ``references`` references to each of these, beside this list."""
-        views = self.holders - self.own - len(shown) if self.own else 0
-        return views + sum(count_references(shown)) - references * len(shown) if shown else views
-
-    def is_kept(self, lent: int, ours: set[int]) -> bool:
-        """Whether anything but autograd holds one of the ``lent`` views: searches all Python
-        objects. ``ours``: the ids of the owner's views."""
-        kept = is_kept(self.storage, ours, self._lent_at)
-        if not kept:
-            self.autograds.add(lent)
-        return kept
-
     def leave(self) -> None:
         """Leave the memory to the holders of its views, and continue with new memory."""
         self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device))
@@ -170,7 +149,7 @@ class Block:
         autograd the tensor is no view of it, so it keeps its own version counter."""
         with torch.no_grad():
             self.tensor.set_(storage, 0, (self.numel,), (1,))
-        self.storage, self.own, self.autograds = storage, 0, {0}
+        self.storage = storage
         if self.moved is not None:
             self.moved()
 
@@ -193,14 +172,16 @@ class _Counted:
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """A bound method that does not keep its object alive. After the object is deleted, it returns
-    None."""
-    reference = weakref.WeakMethod(method)
+    None. torch.compile does not trace the call: autograd makes it inside a compiled step."""
+    return partial(_call_weakly, weakref.WeakMethod(method), *first)
 
-    def call(*rest: Any) -> Any:
-        bound = reference()
-        return None if bound is None else bound(*first, *rest)
 
-    return call
+def _call_weakly(reference: weakref.WeakMethod[Any], *args: Any) -> Any:
+    bound = reference()
+    return None if bound is None else bound(*args)
+
+
+skip_frames(_call_weakly)
 
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -271,7 +252,6 @@ class TracePool:
             storage.resize_(0)  # first, so that no contents are copied
             storage.resize_(block.nbytes)
         self._idle.set(self._idle.nbytes - min(idle, block.nbytes))
-        block.own = 0  # other blocks have used the storage in between
         if storage._cdata != own._cdata:
             block.move(storage)
 

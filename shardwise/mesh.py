@@ -5,6 +5,7 @@ a rank's place on them (``Ranks``); and axes that are made from other axes."""
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import time
@@ -22,8 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import comm
 from shardwise.agreement import all_ranks
 from shardwise.lockstep import Journal
-from shardwise.notices import CannotMeet
+from shardwise.notices import CannotMeet, warn_once
 from shardwise.placements import Placement, num_shards, shard_range
+from shardwise.rehearsal import SHARED, ranks_per_gpu, use_gpu
+
+logger = logging.getLogger(__name__)
 
 AXES = ("dp_outer", "dp", "ep", "tp")
 DATA_AXES = ("dp_outer", "dp")
@@ -40,7 +44,8 @@ def init_mesh(
     """A mesh over all ranks. ``dp=None``: all ranks that the other axes leave.
 
     If there is no process group yet, this joins the one that ``torchrun`` prepared, or makes a
-    group of one rank without a launcher. Axes of size one are left out, except ``dp``.
+    group of one rank without a launcher. If there are more ranks than GPUs, they share the GPUs
+    (see ``shardwise.rehearsal``). Axes of size one are left out, except ``dp``.
     """
     given = {"dp": dp, "dp_outer": dp_outer, "ep": ep, "tp": tp}
     wrong = [f"{name}={size!r}" for name, size in given.items() if size is not None and size < 1]
@@ -307,15 +312,16 @@ def meeting() -> Iterator[None]:
 
 
 def _join_process_group(device_type: str) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    gpu = use_gpu() if device_type == "cuda" else None
+    backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         with meeting():
             dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if gpu is not None and (count := ranks_per_gpu(gpu)) > 1:
+        warn_once(logger, SHARED, count)
 
 
 def separate(axis: comm.Axis) -> comm.Axis:

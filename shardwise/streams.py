@@ -83,11 +83,6 @@ class Lanes:
         event.record(awaited)
         waiting.wait_event(event)
 
-    def leave(self, tensor: torch.Tensor) -> None:
-        """The compute lane goes on to read this memory of another lane, and frees it then."""
-        if self._streams:
-            tensor.record_stream(self._stream("compute"))
-
     def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
         writes offloaded weights."""

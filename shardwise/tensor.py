@@ -34,7 +34,6 @@ from shardwise.cut import Cut, Version
 from shardwise.notices import warn_once
 from shardwise.tensor_ops import Operations
 from shardwise.tensor_whole import gathered
-from shardwise.tensor_writes import note_gradient
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
 
@@ -214,8 +213,6 @@ class ShardedTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             GRAD.__set__(self, value)
-            if value is not None:
-                note_gradient(self.cut.name, self.cut.ranks.axes, value)
         if self.version is not None and getattr(self, "_is_param", False):
             self.version.waiting.discard(self.cut.index)
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise import comm
 from shardwise.agreement import differ
-from shardwise.cut import Cut
+from shardwise.cut import Cut, Rows
 from shardwise.tensor_whole import (
     CUT_OTHERWISE,
     PAST_FORWARD,
@@ -51,7 +51,6 @@ from shardwise.tensor_whole import (
     whole,
     whole_value,
 )
-from shardwise.tensor_writes import note, remember, stepping
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -98,10 +97,7 @@ class Operations:
         handler = self.handlers.get(func)
         if handler is None:
             handler = self.handlers[func] = self._choose(func)
-        result = handler(func, args, kwargs)
-        if not stepping:
-            remember(func, [*args, *kwargs.values()], args[0] if result is None else result)
-        return result
+        return handler(func, args, kwargs)
 
     def _choose(self, func: Any) -> Handler:
         namespace, _, name = func._schema.name.partition("::")
@@ -169,6 +165,7 @@ class Operations:
 
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
         """The part of an operand that belongs to this rank's piece."""
+        operand = self._ours(operand)
         if type(operand) is self.kind:
             if cut.is_part_of(operand.cut):
                 return cut.within(operand.cut, operand._local_tensor)
@@ -197,6 +194,15 @@ class Operations:
         )
         fix = f"expand it to {list(cut.shape)}, or use full_tensor()"
         _refuse_cut(func, cut, why, fix)
+
+    def _ours(self, operand: Any) -> Any:
+        """A ShardedTensor for a DTensor that ``distribute_tensor`` or ``from_local`` made over our
+        placements, as frameworks do that load a parameter."""
+        if isinstance(operand, DTensor) and type(operand) is not self.kind:
+            cut = next((one.cut for one in operand.placements if isinstance(one, Rows)), None)
+            if cut is not None and cut.local_shape == operand._local_tensor.shape:
+                return self.wrap(operand._local_tensor, cut)
+        return operand
 
     def _pointwise(
         self, writes: bool, out: str | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -229,14 +235,14 @@ class Operations:
                 for arg, operand in zip(args, operands, strict=True)
             ]
         if writes:
-            self._write(func, args[:1], [*args[1:], *kwargs.values()])
+            self._write(args[:1])
             func(*operands, **keywords)
             return args[0]
         if out is not None:
             target = keywords.pop(out)
             if type(target) is not kind:
                 _refuse_cut(func, cut, "it can't be written into a plain tensor")
-            self._write(func, [target], args)
+            self._write([target])
             func(*operands, **keywords, **{out: self._align(func, cut, target)})
             return target
         result = func(*operands, **keywords)
@@ -259,11 +265,11 @@ class Operations:
             plain[name] = value if keep else self._align(func, cut, value)
         return plain, cut
 
-    def _write(self, func: Any, targets: Sequence[Any], operands: Sequence[Any] = ()) -> None:
-        """Note a write that comes next, for targets that are weights and gradients."""
-        at_rest = [t for t in targets if type(t) is self.kind and t.version is not None]
-        if at_rest:
-            note(func, at_rest, operands)
+    def _write(self, targets: Sequence[Any]) -> None:
+        """Count a write that comes next, to targets that are weights and gradients."""
+        for target in targets:
+            if type(target) is self.kind and target.version is not None:
+                target.version.write()
 
     def _foreach(
         self,
@@ -296,7 +302,7 @@ class Operations:
             operands = [[x[index] for index in keep] if x else x for x in operands]
         if writes:
             # Only the first list of a fused optimizer holds weights, whose writes are counted.
-            self._write(func, args[0], args[1:])
+            self._write(args[0])
         result: Any = func(*operands, **kwargs) if not skip_empty or operands[0] else None
         if writes:
             return None
@@ -356,7 +362,7 @@ class Operations:
         target, source, *rest = args
         if type(target) is not self.kind:
             return self._into_plain(func, args, kwargs)
-        cut = target.cut
+        cut, source = target.cut, self._ours(source)
         if type(source) is self.kind and cut.matches(source.cut):
             local = source._local_tensor
         elif source.shape != cut.shape and source.numel() != 1:
@@ -366,7 +372,7 @@ class Operations:
             # Another cut, or another library's DTensor. Every rank copies, so all may gather.
             full = gathered(source) if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
-        self._write(func, [target], [source])
+        self._write([target])
         func(target._local_tensor, local, *rest, **kwargs)
         return target
 
@@ -390,7 +396,7 @@ class Operations:
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         drawn = func(full, *rest, **kwargs)
         if func._schema.is_mutable:
-            self._write(func, [target], rest)
+            self._write([target])
             local.copy_(cut.take(full))
         else:
             target = self.wrap(cut.take(drawn).clone(), cut)
@@ -461,7 +467,7 @@ class Operations:
         """
         tensors, found_inf, *rest = args
         locals_ = [t._local_tensor if type(t) is self.kind else t for t in tensors]
-        self._write(func, tensors, rest)
+        self._write(tensors)
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
         # One collective for each kind of cut, in order of first appearance.
         cuts = {(cut.mesh, cut.axes): cut for cut in self._cuts(list(tensors))}.values()

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """All changes to torch itself, so that its optimizers and functions work on our parameters.
 
-    before a step   states that torch loaded are cut like their parameters; other libraries' Muon is
-                    refused; unwrapped parameters cause a warning; gradients are checked, and the
-                    step is noted for ranks to compare; gathers that read the weights end; a closure
-                    that decides over the step must return the same loss on all ranks
+    before a step   parameters of before wrapping are refused, and other libraries' Muon; states
+                    that torch loaded are cut like their parameters; microbatches that wait are
+                    refused; gathers that read the weights end
     after a step    the write is counted, so that the next gather refreshes the weights
-    zero_grad       also drops microbatches that wait to be reduced, and gradients that are still to
-                    be computed; the same for modules
-    clipping        refuses gradients whose microbatches wait to be reduced, and gradients of plain
-                    parameters that differ between ranks
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
-    parametrize     writes values to parameters at rest; setting a tensor to itself is no write
-    DTensor(...)    with our placements makes a ShardedTensor
     operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
 Importing this file applies the changes. An optimizer that does a part of this work itself has an
-attribute that says so: ``compares_gradients``, ``marks_writes``, ``places_states``.
+attribute that says so: ``marks_writes``, ``places_states``.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import sys
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,19 +31,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise import comm
-from shardwise.agreement import all_ranks, differ_anywhere
-from shardwise.cut import Cut, Rows, Version
-from shardwise.lockstep import SETTINGS, STEP
-from shardwise.mesh import Ranks
-from shardwise.notices import warn_once
+from shardwise.cut import Cut, Version
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
-from shardwise.tensor_writes import sketch, stepping
 from shardwise.uncompiled import skip_frames, uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
-LEFT_ALONE = "_shardwise_left_alone"  # attribute of a parameter that each rank updates by itself
+OWNER = "_shardwise_owner"  # attribute of a parameter of before wrapping: its name in its unit
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
@@ -84,7 +68,6 @@ def _cut_states(optimizer: torch.optim.Optimizer) -> None:
         return
     _seen_states[optimizer] = optimizer.state
     _refuse_matrix_optimizers(optimizer)
-    _warn_of_unwrapped(optimizer)
     for parameter in _ours(optimizer):
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for name, value in sorted(state.items()):
@@ -95,41 +78,14 @@ def _cut_states(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _warn_of_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters in no unit, if this process has sharded parameters, in this
-    optimizer or elsewhere: each rank updates its own copy."""
-    plain = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, LEFT_ALONE)
-    ]
-    if not plain or all_ranks().size == 1:
-        return
-    objects = gc.get_objects()
-    sharded = (x for x in objects if type(x) is ShardedTensor)
-    num_ranks = max((x.cut.full_mesh.size() for x in sharded), default=1)
-    if num_ranks == 1:
-        return
-    reduced = {  # by DDP, or torch's replicate, around our units
-        id(p)
-        for x in objects
-        if issubclass(type(x), nn.parallel.DistributedDataParallel)
-        for p in x._module_parameters
-    }
-    names: dict[int, str] = getattr(optimizer, "_names", {})
-    unreduced = [p for p in plain if id(p) not in reduced]
-    if unreduced:
-        warn_once(
-            logger,
-            "%s.step() updates %s, which no fully_shard or data_parallel has wrapped, although the "
-            "model is sharded: nothing averages their gradients over the %d ranks, so the copies "
-            "of the ranks become different. Wrap the module that holds them (the model itself, "
-            "after its blocks). If you average them yourself, or if they shall differ, pass them "
-            "in ignored_params of any unit",
-            type(optimizer).__name__,
-            quoted([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in unreduced]),
-            num_ranks,
+def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that was built before wrapping: its tensors have left the model."""
+    plain = (p for group in optimizer.param_groups for p in group["params"])
+    held = [getattr(p, OWNER) for p in plain if type(p) is not ShardedTensor and hasattr(p, OWNER)]
+    if held:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before fully_shard and holds the old parameters "
+            f"({quoted(held)}): it would update nothing. Build the optimizer after wrapping"
         )
 
 
@@ -173,12 +129,12 @@ def _in_chunks(cut: Cut) -> bool:
 
 
 @uncompiled
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Prepare a step: gathers that still read main weights end before the optimizer writes them.
-    A closure brings gradients later, so they are not checked then. Returns new arguments for the
-    step if a closure decides over it."""
+    A closure brings gradients later, so they are not checked then."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
+    _refuse_originals(optimizer)
     _cut_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -186,29 +142,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for version in _versions_of(optimizer):
         version.before_step()
         version.await_readers()
-    stepping[:] = [optimizer] if closure is None else []
-    if closure is not None and optimizer.param_groups[0].get("line_search_fn") is not None:
-        return (args[0], _compared(closure, _ours(optimizer))), {}
-    return None
-
-
-def _compared(closure: Callable[[], Any], parameters: list[ShardedTensor]) -> Callable[[], Any]:
-    """A closure whose loss must be the same on all ranks: the loss decides how far LBFGS goes."""
-    meshes = {id(p.cut.full_mesh): p.cut.full_mesh for p in parameters}
-    axes = [axis for mesh in meshes.values() for axis in Ranks(mesh).axes]
-
-    def compared() -> Any:
-        loss = closure()
-        if differ_anywhere(zlib.crc32(repr(float(loss)).encode()), axes):
-            raise RuntimeError(
-                f"LBFGS.step(closure): the closure returned {float(loss)} on this rank and another "
-                f"loss on other ranks, so the ranks would take different steps: return the mean "
-                f"over all ranks (loss = loss.detach(); torch.distributed.all_reduce(loss); "
-                f"loss / world_size)"
-            )
-        return loss
-
-    return compared
 
 
 @functools.cache
@@ -236,31 +169,12 @@ def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
     if waiting:
         raise RuntimeError(
             f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
-            f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
-        )
-
-
-def refuse_own_gradients(plain: list[Tensor], axes: list[comm.Axis]) -> None:
-    """Raise if gradients of plain parameters differ between ranks while sharded parameters lie on
-    these axes: each rank would clip its shards of a weight by another norm (collective)."""
-    checksum = 0
-    if plain and axes:
-        norms = torch._foreach_norm(plain, dtype=torch.float64)
-        values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()  # one wait
-        checksum = zlib.crc32(repr(values).encode())
-    if differ_anywhere(checksum, axes):
-        shapes = ", ".join(str(list(gradient.shape)) for gradient in plain[:4])
-        raise RuntimeError(
-            f"gradients are clipped: the gradients of {len(plain)} parameters that are not wrapped "
-            f"(of shapes {shapes}) differ between ranks, and each rank would clip by another norm. "
-            f"Wrap the module that holds them (the model itself, after its blocks), or average "
-            f"their gradients over ranks before clipping"
+            f"would be left out. {UNREDUCED}, or model.zero_grad() to drop them"
         )
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient.
-    Then write the notes of the step."""
+    """Raise if microbatches wait unreduced, or if a forward ran and no parameter has a gradient."""
     parameters = _ours(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         gradients = [(p.cut.name, GRAD.__get__(p)) for p in parameters if p.requires_grad]
@@ -294,50 +208,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(message)
         logger.warning(message)  # gradients may be meant to come in some iterations only
         _had_gradients[optimizer] = True
-    _note_step(optimizer, kind, lacking, [gradient for _, gradient in gradients])
 
 
-def _note_step(
-    optimizer: torch.optim.Optimizer, words: str, lacking: list[str], gradients: list[Any]
-) -> None:
-    """Write notes of the step, with its settings and the parameters that it leaves out: ranks
-    compare the notes, with their collectives, in the next backward."""
-    if lacking and not getattr(optimizer, "compares_gradients", False):
-        checksum = zlib.crc32(repr(lacking).encode())
-        words += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {checksum:08x})"
-    settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
-    # The host would have to wait for gradients on a GPU.
-    plain = [g for g in gradients if type(g) is Tensor and g.device.type == "cpu"]
-    if plain and any(mesh.size() > 1 for mesh in settings):
-        checksum = functools.reduce(lambda before, g: sketch(g, before), plain, 0)
-        words += f" with plain gradients for {len(plain)} parameters (values {checksum:08x})"
-    notes = _notes[optimizer] = []
-    for mesh, values in settings.items():
-        with_settings = f"{type(optimizer).__name__}.step() with {clipped}{values}"
-        for axis in Ranks(mesh).axes:
-            notes += [(axis.journal, STEP, words), (axis.journal, SETTINGS, with_settings)]
-
-
-def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """The numbers and texts among an optimizer's settings, by the mesh of the parameters: shards of
-    one weight must step alike. A rank may have groups for parameters that it alone holds."""
-    found: dict[Any, list[str]] = {}
-    for group in optimizer.param_groups:
-        numbers = [
-            f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
-            for name, value in group.items()
-            if isinstance(value, bool | int | float | str)
-            or (isinstance(value, Tensor) and value.device.type == "cpu")  # a GPU would be awaited
-            or (isinstance(value, tuple) and all(isinstance(x, int | float) for x in value))
-        ]
-        ours = (p for p in group["params"] if type(p) is ShardedTensor and p.version is not None)
-        for mesh in dict.fromkeys(p.cut.full_mesh for p in ours):
-            found.setdefault(mesh, []).append(" ".join(numbers))
-    return {mesh: "; ".join(dict.fromkeys(groups)) for mesh, groups in found.items()}
-
-
-# Notes of the step that an optimizer takes now, added after it: a refused step has moved nothing.
-_notes: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
 # Optimizers that had a gradient in a step, with whether they were warned since of a step without.
 _had_gradients: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
@@ -345,45 +217,9 @@ _had_gradients: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictiona
 @uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count the write to the weights: a kernel may have written them past the version counters."""
-    stepping.clear()
-    for journal, operation, words in _notes.pop(optimizer, ()):
-        journal.add(operation, words)
     if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1
-
-
-# Called with parameters whose gradients the user drops.
-on_zero_grad: list[Callable[[Iterable[Tensor]], None]] = []
-
-_zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-
-
-@functools.wraps(_zero_grad)
-def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    _zero_grad(self, set_to_none)
-    _drop_waiting([parameter for group in self.param_groups for parameter in group["params"]])
-
-
-@functools.wraps(_zero_grad_of_module)
-def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None:
-    _zero_grad_of_module(self, set_to_none)
-    _drop_waiting(list(self.parameters()))
-
-
-def _drop_waiting(parameters: list[Tensor]) -> None:
-    """Drop microbatches that wait to be reduced, too: torch passes over parameters whose ``.grad``
-    is None, and has no hook for this."""
-    stepping.clear()  # a step that raised has ended
-    for parameter in parameters:
-        if type(parameter) is ShardedTensor and parameter.version is not None:
-            parameter.version.waiting.discard(parameter.cut.index)
-    for drop in on_zero_grad:
-        drop(parameters)
-
-
-torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
-nn.Module.zero_grad = _drop_gradients_of_module  # type: ignore[method-assign]
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -392,76 +228,10 @@ register_optimizer_step_post_hook(_after_step)
 
 # ------------------------------------------------------------------------------ other places
 
-
-def _check_before(names: Iterable[str], check: Callable[[list[Tensor]], None]) -> None:
-    """Make functions of torch's clipping call ``check`` with their list of tensors first."""
-    for name in names:
-        for place in (torch.nn.utils.clip_grad, torch.nn.utils):
-            if hasattr(place, name):
-                setattr(place, name, _checked(getattr(place, name), check))
-
-
-def _checked(function: Callable[..., Any], check: Callable[[list[Tensor]], None]) -> Any:
-    @uncompiled
-    @functools.wraps(function)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        check(tensors)
-        return function(tensors, *args, **kwargs)
-
-    return checked
-
-
-def _check_clipped(parameters: list[Tensor]) -> None:
-    refuse_unreduced(parameters, "gradients are clipped")
-
-
-def _check_total(gradients: list[Tensor]) -> None:
-    meshes = dict.fromkeys(g.cut.full_mesh for g in gradients if type(g) is ShardedTensor)
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    if plain and meshes:
-        refuse_own_gradients(plain, [axis for mesh in meshes for axis in Ranks(mesh).axes])
-
-
-# clip_grad_norm_ itself may have been imported by others already. It calls the private two.
-_check_before(
-    ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"), _check_clipped
-)
-_check_before(("_get_total_norm", "get_total_norm"), _check_total)
-
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
-
-
-def _set_parametrized(dest: Tensor, src: Tensor) -> None:
-    """Write a value to the parameter below a parametrization: torch does so when the parametrized
-    name is assigned, or registered and removed (peft does both around each forward)."""
-    if type(dest) is ShardedTensor:
-        dest.copy_(src)
-    elif dest is not src:
-        _torch_set(dest, src)
-
-
-_torch_set = nn.utils.parametrize._maybe_set
-nn.utils.parametrize._maybe_set = _set_parametrized
-
-
-def _new_dtensor(
-    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
-) -> Any:
-    """A ShardedTensor if ``distribute_tensor`` or ``from_local`` was given our placements, as
-    frameworks do that load or copy a parameter. Torch's own DTensor would keep the rows and forget,
-    in its first operation, that they are uneven."""
-    rows = next((p for p in spec.placements if isinstance(p, Rows)), None)
-    if rows is None or cls is not DTensor:
-        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
-    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
-
-
-_torch_new = DTensor.__new__
-DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
 
 
 def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:

@@ -276,13 +276,10 @@ def _partial_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
         return torch.full((len(locals_),), neutral, dtype=torch.float64, device=device)
     narrow = any(local.dtype.itemsize < 4 for local in held)
     held_norms = torch._foreach_norm(held, order, dtype=torch.float32 if narrow else None)
-    packed = torch.stack([n.double() for n in held_norms] if narrow else held_norms).double()
-    if len(held) == len(locals_):
-        return packed
-    norms = packed.new_full((len(locals_),), neutral)
-    positions = [index for index, local in enumerate(locals_) if local.numel()]
-    norms[torch.tensor(positions, device=norms.device)] = packed
-    return norms
+    empty = torch.full_like(held_norms[0], neutral)  # no host value goes to the device in a step
+    at = iter(held_norms)
+    norms = [next(at) if local.numel() else empty for local in locals_]
+    return torch.stack([norm.double() for norm in norms] if narrow else norms).double()
 
 
 def whole_value(name: str, local: Tensor, cut: Cut, dtype: torch.dtype | None) -> Tensor:

@@ -12,19 +12,22 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch.distributed as dist
 
 from shardwise import notices
+from tests.one_card import ranks_device, use_device, write_results
 from tests.products import keep_one_product
-from tests.ranks import shut_down
+from tests.ranks import counts, shut_down
 
 # Files that take eighteen seconds of CPU or more, the longest first: workers that share the files
 # (`make test`) would wait for the last of them.
@@ -68,11 +71,21 @@ LONG = (
 PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "triton")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of all ranks")
+    parser.addoption("--results", type=Path, help="write what passed to this file, as JSON")
+    parser.addoption("--failures", type=Path, help="append each failure to this file, as it comes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let no thread that wakes up interrupt another, in this process and in all that it starts. A
     thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
     keep_one_product()
+    use_device(config.getoption("device"))
+    if (path := config.getoption("failures")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Failures(path))
+    config.addinivalue_line("markers", "cpu_only(reason): left out by --device cuda")
     # The same examples in every run; `--hypothesis-profile default` looks for others.
     hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
     hypothesis.settings.load_profile("suite")
@@ -102,6 +115,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, end in enumerate(LONG) if name.endswith(end)), len(LONG))
 
     items.sort(key=rank)  # stable: within a file, and among the others, as they were
+    for item in items if ranks_device() == "cuda" else []:
+        for mark in item.iter_markers("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"CPU alone: {mark.args[0]}"))
 
 
 def pytest_collection_finish() -> None:
@@ -109,6 +125,27 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+class Failures:
+    """Writes each failure at once: a session that is killed has said what it saw."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"===== {report.nodeid}\n{report.longreprtext}\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Leave a test without NCCL ranks out of ``--device cuda``: it has shown nothing new."""
+    before = counts["nccl"]
+    yield
+    if ranks_device() == "cuda" and counts["nccl"] == before:
+        pytest.skip("CPU alone: runs no ranks, or gloo's")
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +173,17 @@ def pytest_report_header() -> str | None:
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else triton's bindings tell of leaks
     shut_down()  # after Ctrl-C too; the ranks of a session that was killed notice by themselves
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many tests a GPU left out and why, and write the results that were asked for."""
+    stats = terminalreporter.stats
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", [])
+    )
+    if ranks_device() == "cuda":
+        for reason, number in reasons.most_common():
+            terminalreporter.write_line(f"left out {number:4}  {reason}")
+    if path := config.getoption("results"):
+        failed = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])]
+        write_results(path, passed=len(stats.get("passed", [])), failed=failed, left_out=reasons)

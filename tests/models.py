@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from tests.one_card import device_type
 
 ZERO = {f"zero{stage}": sw.zero(stage) for stage in range(4)}
 STRATEGIES = ZERO | {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}
@@ -107,7 +108,7 @@ def ranks_for(strategy: str) -> int:
 def mesh_of(*sizes: int) -> DeviceMesh:
     """A data-parallel mesh; kept, because every new one opens sockets that stay open."""
     names = {1: ("dp",), 2: ("dp_outer", "dp"), 3: ("far", "middle", "near")}[len(sizes)]
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=names)
 
 
 def mesh_for(placements: sw.Placements, world_size: int) -> DeviceMesh:

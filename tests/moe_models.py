@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise import comm
 from shardwise.moe import GroupedLinear, MixtureOfExperts, Routing, convert_gate_up, swiglu
+from tests.one_card import device_type
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 4, 12, 8, 24  # tokens of all ranks together
 
@@ -65,13 +66,15 @@ def build(way: Way) -> nn.Module:
     if way.strategy == "plain":
         return net
     if way.strategy == "data_parallel":
-        mesh = init_device_mesh("cpu", (way.ranks,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (way.ranks,), mesh_dim_names=("dp",))
         return sw.data_parallel(net, mesh=mesh, placements=sw.zero(1), bucket_mb=1)
-    mesh = init_device_mesh("cpu", (way.ranks // way.ep, way.ep), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh(
+        device_type(), (way.ranks // way.ep, way.ep), mesh_dim_names=("dp", "ep")
+    )
     if way.ep > 1:
         net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"))
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=sw.zero(3))
-    flat = init_device_mesh("cpu", (way.ranks,), mesh_dim_names=("dp",))
+    flat = init_device_mesh(device_type(), (way.ranks,), mesh_dim_names=("dp",))
     sw.fully_shard(net, mesh=flat, placements=sw.zero(3))
     return net
 

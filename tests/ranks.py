@@ -22,10 +22,13 @@ The first call for a world size spawns its ranks and joins them in a process gro
 `import torch`); later calls send the next function to the same processes (milliseconds):
 
     test process                              pool of 2
-      TCPStore server  <---- rendezvous ----  rank 0   gloo over loopback
+      TCPStore server  <---- rendezvous ----  rank 0   gloo, or NCCL, over loopback
       pipe 0           ----- (fn, args) --->  rank 0
       pipe 1           ----- (fn, args) --->  rank 1
                        <---- result or traceback, one from each
+
+With ``pytest --device cuda`` the ranks are NCCL ranks that share GPU 0, and what a test makes lies
+on it (``tests/one_card.py``). ``device_type()`` is the device of the process that asks.
 
 Functions travel by name, so they must stand at the top level of a module. Values travel by pickle;
 tensors come back as plain CPU copies. A call starts from seed 0 and float32 defaults, but the
@@ -53,6 +56,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
@@ -64,6 +68,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import notices
+from tests.one_card import device_type, join_one_card, on_device, ranks_device
 from tests.products import keep_one_product
 from tests.rank_process import (
     collect_garbage,
@@ -104,17 +109,20 @@ def run_ranks(
     world_size: int,
     *args: object,
     timeout: float = PATIENCE_SECONDS,
-    backend: str = "gloo",
+    backend: str | None = None,
     fresh: bool = False,
 ) -> list[T]:
     """Call `fn(rank, world_size, *args)` on every rank and return the results in rank order.
 
+    `backend`: gloo ranks are on the CPU, NCCL ranks on the GPU; None: as the session says.
     `fresh=True` spawns processes for this call alone, for tests that leave a mark on their process.
     Raises `RanksFailed` with the traceback or stack of every rank.
     """
     __tracebackhide__ = True
     call = _pack_call(fn, args)
+    backend = backend or ("nccl" if ranks_device() == "cuda" else "gloo")
     key = (world_size, backend)
+    counts[backend] += 1
     # Popped while in use: whatever interrupts the call (Ctrl-C and pytest-timeout included), a pool
     # goes back only after a clean round.
     pool = None if fresh else _idle_pools.pop(key, None)
@@ -188,6 +196,7 @@ def shut_down() -> None:
         _idle_pools.popitem()[1].kill()
 
 
+counts: Counter[str] = Counter()  # calls of ranks, by backend
 _idle_pools: dict[tuple[int, str], _Pool] = {}
 atexit.register(shut_down)
 
@@ -249,12 +258,15 @@ class _Pool:
         return self._collect(name, timeout)
 
     def kill(self) -> None:
+        self.pause(False)
+        for pipe in self.pipes:
+            pipe.close()  # ranks that wait for a call end
+        for process in self.processes if self.backend == "nccl" else ():
+            process.join(2)  # a process that is killed may leave kernels behind
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join(10)
-        for pipe in self.pipes:
-            pipe.close()
         self.folder.cleanup()
 
     def _collect(self, name: str, timeout: float) -> list[Any]:
@@ -390,6 +402,8 @@ def _serve(
         keep_one_product()
         if sys.platform == "linux":
             share_gloo_thread()
+        if backend == "nccl" and ranks_device() == "cuda":
+            join_one_card(rank)
 
         def join() -> None:
             # A connection to the server that the test process holds: no rank is the master.
@@ -421,7 +435,7 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     notices._warned.clear()
-    with put_back():
+    with put_back(), on_device(device_type()):
         return _as_plain_values(fn(rank, world_size, *args))
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
+from tests.one_card import device_type
 from tests.whole import whole_parameters, whole_tensors
 
 WIDTH, WORDS, LENGTH = 8, 33, 8  # two ranks have 17 and 16 words: layouts that would differ
@@ -56,7 +57,7 @@ class Net(nn.Module):
 def grid(*sizes: int) -> DeviceMesh:
     """(dp, tp), or (dp_outer, dp, tp)."""
     names = ("dp_outer", "dp", "tp")[-len(sizes) :]
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=names)
 
 
 def data_rank(mesh: DeviceMesh) -> int:

@@ -41,6 +41,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.fit import plan_inputs
 from shardwise.train.loop import Trainer
 from shardwise.train.world import World
+from tests.one_card import device_type
 from tests.rank_process import exit_with_parent
 from tests.ranks import rank_context
 
@@ -55,6 +56,7 @@ TINY = TrainConfig(
     keep=3,
     sample=0,
     profile_step=0,
+    compile="off",
     timeout=240.0,
 )
 
@@ -84,7 +86,7 @@ def write_recipe(folder: Path, changes: str) -> str:
 
 def make_world(rank: int, world_size: int) -> World:
     return World(
-        rank=rank, size=world_size, local_rank=rank, num_nodes=1, device=torch.device("cpu")
+        rank=rank, size=world_size, local_rank=rank, num_nodes=1, device=torch.device(device_type())
     )
 
 

@@ -30,7 +30,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if (cut := getattr(tensor, "cut", None)) is not None:
             local = tensor.detach().to_local().contiguous()  # type: ignore[attr-defined]
             mine.append((name, [(tuple(begin), tuple(size)) for begin, size in cut.boxes]))
-            blocks.append(local.view(-1).view(torch.uint8).numpy().tobytes())
+            blocks.append(local.view(-1).view(torch.uint8).cpu().numpy().tobytes())
     everyone = comm.agree((mine, b"".join(blocks)), all_ranks()) if mine else []
     made = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for name, _ in mine}
     seen: dict[tuple[str, Any], bytes] = {}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
 from shardwise.mesh import Ranks
 from shardwise.tensor import Cut, ShardedTensor, Version
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 
 SHAPES = {
@@ -52,7 +53,7 @@ NAN = float("nan")
 
 @lru_cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    return init_device_mesh(device_type(), shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
 class World:

@@ -30,7 +30,6 @@ from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
 from shardwise.checkpoint.state import State, model_state, unwrapped
 from shardwise.checkpoint.values import RandomStates
 from shardwise.layout import Shape
-from shardwise.optim.storage import axes_of
 from shardwise.precision.fp8_tensor import NAMES
 from shardwise.shard.state_dict import clean
 
@@ -67,8 +66,6 @@ def load(
         job.undo()
         raise
     together(lambda: job.write(restore_random), ranks)
-    for axis in axes_of(model.parameters()):
-        axis.journal.forget_writes()
     return job.extra
 
 

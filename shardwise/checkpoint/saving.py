@@ -47,8 +47,6 @@ from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
 from shardwise.checkpoint.state import State, json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
-from shardwise.lockstep import refuse_other_writes
-from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
 from shardwise.shard.initial_values import checksum
 from shardwise.tensor import ShardedTensor
@@ -101,7 +99,6 @@ class Snapshot:
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
     alike: dict[str, int]  # checksums of values that every rank has and only one rank writes
-    writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
     placements: list[str]
@@ -154,7 +151,6 @@ def take_snapshot(
         pieces=stored,
         keys=state.stored_keys,
         alike=_checksums(state, model, groups) if ranks.size > 1 else {},
-        writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=placements_of(model),
@@ -192,16 +188,15 @@ def begin(
         return result
 
     def facts(taken: Snapshot) -> Any:
-        return (str(folder), str(final), step, taken.digest, taken.alike), taken.writes
+        return str(folder), str(final), step, taken.digest, taken.alike
 
     try:
         taken, of_ranks = together(work, ranks, facts=facts)
-        _check_agreement([saved for saved, _ in of_ranks])
-        refuse_other_writes([writes for _, writes in of_ranks])
+        _check_agreement(of_ranks)
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    (agreed_folder, *_), _ = of_ranks[0]
+    agreed_folder = of_ranks[0][0]
     attempt = Attempt(
         folder=Path(agreed_folder),
         finals=finals,
@@ -210,13 +205,6 @@ def begin(
         timeout=timeout,
     )
     return attempt, taken
-
-
-def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
-    parameters: list[Any] = list(model.parameters())
-    meshes = {p.cut.full_mesh for p in parameters if type(p) is ShardedTensor}
-    axes = [axis for mesh in meshes for axis in Ranks(mesh).axes if axis.group is not None]
-    return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
 def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, int]:

@@ -16,7 +16,7 @@ the model, whose unit has the embedding, the last norm and the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -365,16 +365,19 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    until: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
 
     ``top_k`` keeps the ``top_k`` likeliest tokens; ``top_p`` the smallest set of likeliest tokens
-    with at least this probability. ``temperature`` 0 takes the likeliest token.
+    with at least this probability. ``temperature`` 0 takes the likeliest token. ``until`` is asked
+    after each token and may end the text.
 
-    On a sharded model all ranks call this function with the same arguments: each token is one
-    forward on every rank. A GPT keeps the keys and values of earlier tokens while the text fits its
-    context; a longer text is computed from its last tokens each time. Tokens are drawn on the CPU,
-    with a CPU ``generator``, so one seed gives the same text on every device.
+    On a sharded model all ranks call this function with the same arguments, and get the same answer
+    from ``until``: each token is one forward on every rank. A GPT keeps the keys and values of
+    earlier tokens while the text fits its context; a longer text is computed from its last tokens
+    each time. Tokens are drawn on the CPU, with a CPU ``generator``: one seed gives one text on
+    every device.
     """
     if temperature < 0 or not math.isfinite(temperature):
         raise ValueError(f"temperature={temperature}: give 0 (the likeliest token) or more")
@@ -401,6 +404,8 @@ def generate(
                 chances = _likeliest((logits / temperature).softmax(-1), top_k, top_p)
                 drawn = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
+            if until():
+                break
     finally:
         model.train(was_training)
     return tokens

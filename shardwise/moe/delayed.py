@@ -10,8 +10,8 @@ leaf, the anchor, is among the inputs of every use of the module: its hook runs 
 in a backward.
 
 Two mistakes raise an error: an optimizer step before ``backward_dw``, and parameters that were
-swapped after the forward by a wrapper that has already reduced the gradients. When the user drops
-gradients (``zero_grad``), pending gradients are dropped too.
+swapped after the forward by a wrapper that has already reduced the gradients. ``zero_grad`` drops
+no pending gradients: call ``backward_dw`` first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.moe.weights import Pending, is_wanted, parameters_of
-from shardwise.tensor import ShardedTensor
-from shardwise.tensor_steps import on_use, on_zero_grad
+from shardwise.tensor_steps import on_use
 from shardwise.words import quoted
 
 
@@ -149,19 +148,11 @@ def drop_pending(parameters: Iterable[Tensor]) -> None:
         delayed.forget()
 
 
-def _drop_plain(parameters: Iterable[Tensor]) -> None:
-    """Drop pending gradients of plain parameters. The unit of a wrapped module waits for pending
-    gradients, so only ``reset_iter_state`` drops these."""
-    drop_pending(p for p in parameters if not isinstance(p, ShardedTensor))
-
-
 def _watch_steps() -> None:
-    """From now on, refuse steps and clips while gradients are pending, and drop pending gradients
-    in ``zero_grad``."""
+    """From now on, refuse steps and clips while gradients are pending."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_refuse_early_step))
         on_use.append(_refuse_early_use)
-        on_zero_grad.append(_drop_plain)
 
 
 def _refuse_early_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of an optimizer's parameters: where they are stored, whether all ranks have them, and
-their norm.
+"""Gradients of an optimizer's parameters: where they are stored, whether they are there, and their
+norm.
 
 **Where.** A gradient and its optimizer states are stored like the weight, except where replicas
 divide the matrices between them (division.py). The optimizer decides which replica has which
 elements (replicas.py) and sets ``Version.divisions``. From the next backward on, gradients are
 reduced accordingly: a rank of another replica has an empty piece.
 
-**Whether.** A rank that skipped a parameter alone would keep old weights, or let the owners of its
-matrices wait for pieces forever. Before each step all ranks compare two bits per parameter:
-
-    rank 0   w: gradient   b: None    --\
-    rank 1   w: gradient   b: None    --->   w is updated, b is skipped, as in one process
-    rank 1   w: None       b: None    --->   every rank raises: 'w'
+**Whether.** A parameter without a gradient on this rank is not moved by this rank, and counts as
+zeros in the exchange of matrices. That all ranks have the same gradients is the contract: the
+engine packs NaN for a gradient that only some ranks have.
 
 **Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks
 store different elements. So the norm, and the clipped gradient, is the same float32 for every
@@ -24,11 +21,10 @@ added. A NaN or an infinity on any rank makes the norm so on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,11 +32,10 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.cut import Cut, reduced
 from shardwise.division import Division
-from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
+from shardwise.optim.storage import local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.tensor_steps import refuse_own_gradients, refuse_unreduced
+from shardwise.tensor_steps import refuse_unreduced
 from shardwise.tensor_whole import gathered
-from shardwise.words import quoted
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
 # there is no such axis.
@@ -117,49 +112,18 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return state_cut(parameter).within(grad.cut, grad._local_tensor)
 
 
-# ------------------------------------------------------------------------------ whether
+# ------------------------------------------------------------------------------ of an optimizer
 
 
 class OptimizerGradients:
-    """The gradients of an optimizer's parameters, which all ranks check together before a step."""
+    """The gradients of an optimizer's parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
-        self.parameters, self.name = list(parameters), name
-        # By axis: the positions of the parameters that are spread over it.
-        self.axes: dict[comm.Axis, list[int]] = {}
-        for position, parameter in enumerate(self.parameters):
-            for axis in axes_of([parameter]):
-                self.axes.setdefault(axis, []).append(position)
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
 
-    def check(self, problem: str | None = None) -> None:
-        """Raise on every rank if only some ranks have a gradient, or if any rank has a ``problem``;
-        bring gradients that are not placed like their parameters to their places (collective)."""
-        absent = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
-        given = ~absent  # here; after the loop: on any rank
-        failed = problem is not None
-        for axis, positions in self.axes.items():
-            facts = numpy.concatenate([absent[positions], given[positions], [failed]])
-            anywhere = comm.any_rank(facts, axis)
-            absent[positions], given[positions] = numpy.split(anywhere[:-1], 2)
-            failed = bool(anywhere[-1])
-        differing = (absent & given).nonzero()[0]
-        failed = failed or len(differing) > 0
-        for axis in self.axes if len(self.axes) > 1 else ():  # ranks of other meshes raise too
-            failed = bool(comm.any_rank(numpy.array([failed]), axis)[0])
-        if problem is not None:
-            raise ValueError(problem)
-        if len(differing):
-            names = quoted([self.name(self.parameters[position]) for position in differing])
-            raise RuntimeError(
-                f"{names} has a gradient on some ranks and None on others: nothing was updated. "
-                f"Drop gradients on every rank or on none, and set zeros where a rank has nothing "
-                f"to add"
-            )
-        if failed:
-            raise RuntimeError(
-                "other ranks cannot take this step, and their errors give the reason: nothing was "
-                "updated"
-            )
+    def place(self) -> None:
+        """Bring gradients that are not placed like their parameters to their places (collective
+        for these; those of a backward need none)."""
         for parameter in self.parameters:
             _place_gradient(parameter)
 
@@ -238,7 +202,7 @@ def measure_clip(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
     refuse_unreduced(gradients.parameters, f"clip_grad_norm({max_norm})")
-    gradients.check()
+    gradients.place()
     norm, parts = _grad_norm(gradients.parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
@@ -270,9 +234,6 @@ def _grad_norm(
         grad = gradient_of(parameter)
         if grad is not None:
             members.append((parameter, grad))
-    plain = [p for p in parameters if not isinstance(p, DTensor) and _others_of(p) is False]
-    grads = [p.grad for p in plain if p.grad is not None]
-    refuse_own_gradients(grads, axes_of(parameters) if plain else [])
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts: list[tuple[Tensor, Tensor]] = []
     largest = norm_type == math.inf

@@ -28,7 +28,6 @@ from shardwise.optim.problems import parameter_problems, raise_unless_same, summ
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import SETTINGS, ShardedOptimizer
-from shardwise.tensor_steps import LEFT_ALONE
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,6 @@ def optimizer(
         if isinstance(module, GroupedLinear) and module.total_experts > module.num_experts:
             for parameter in module.parameters(recurse=False):
                 setattr(parameter, OTHERS_ELSEWHERE, module.axis or True)
-                setattr(parameter, LEFT_ALONE, True)
     routed = routes_of(model)
     trained = [entry for entry in routed if entry.parameter.requires_grad]
     if not trained:

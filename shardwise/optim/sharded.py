@@ -62,7 +62,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of several kinds, stepped together; see :func:`shardwise.optimizer`."""
 
     marks_writes = True  # of each buffer when it is done, so that its gather may begin
-    compares_gradients = True  # between ranks, before each step
     places_states = True  # on the owners of matrices, or divided between replicas
 
     def __init__(
@@ -77,7 +76,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.half_step: str | None = None  # the error, after a step that raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # for the next step
-        self.clipped = ""  # the arguments of this clip, which ranks compare
         self.frozen: list[tuple[str, Tensor]] = []  # parameters of the model without a group
         self.routes: list[tuple[str, Tensor, Route]] = []  # by which the groups were made
         # (name, norm of this rank's piece of the gradient, on the device) of the last clip.
@@ -147,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_states()
         parameters = self._parameters()
         self._divisions = [(parameter, division_of(parameter)) for parameter in parameters]
-        self._gradients = OptimizerGradients(parameters, self._name)
+        self._gradients = OptimizerGradients(parameters)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -264,12 +262,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.half_step is not None:
             raise RuntimeError(self.half_step)
         problem = self._settings.problem(self.param_groups)
-        if problem is None:
-            self._check_plan()
+        if problem is not None:
+            raise ValueError(problem)
+        self._check_plan()
         if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
             self._make_states()
         with _plain_attributes():
-            self._gradients.check(problem)
+            self._gradients.place()
             clip, changes = self._take_clip()
             if clip is None:
                 self._gradients.widen()
@@ -341,12 +340,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not in_step:
                 clip.scale(self._gradients)
         self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
-        self.clipped = f"max_norm={max_norm} norm_type={norm_type}; "
         return clip.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and a clip that no step has used."""
-        self._clip, self.clipped = None, ""
+        self._clip = None
         super().zero_grad(set_to_none)
 
     def _take_clip(self) -> tuple[Tensor | None, bool]:
@@ -354,7 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         If a part of the step has no kernel that clips, the host waits for the norm and clips.
         """
-        clip, self._clip, self.clipped = self._clip, None, ""
+        clip, self._clip = self._clip, None
         if clip is None:
             return None, True
         fused = all(group.fused for group in self._matrix_groups or ())

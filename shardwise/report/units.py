@@ -119,7 +119,6 @@ class ToWrap:
             "precision": options.precision,
             "ignored_params": {copies[id(p)] for p in self.ignored if id(p) in copies},
             "grain": self.grain,
-            "unused_parameters": "error",
         }
         names: list[str] = []
         for original in self.modules if options.bucket_mb is None else [self.model]:
@@ -140,6 +139,8 @@ class ToWrap:
             else:
                 early: Any = "step" if options.gather_in_step else False
                 data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
+        for unit in units_of(copied):
+            unit.foresees = False
         if problems := options.precision.unmatched(names):
             raise ValueError(
                 f"plan: {'; '.join(problems)} (parameters have their names in the modules of wrap)"

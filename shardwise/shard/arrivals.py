@@ -8,15 +8,13 @@ delayed   missing gradients that are computed later, perhaps after this backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
-from shardwise import comm
 from shardwise.memory import weakly
 from shardwise.shard.group import Group
 
@@ -109,39 +107,9 @@ class Arrivals:
         """Whether any parameter is trainable, so that there is something to reduce."""
         return bool(self._trainable)
 
-    @property
-    def trained(self) -> comm.Facts:
-        """Which parameters are trainable, by position."""
-        return numpy.array(self._flags, bool)
-
     def leaves(self) -> list[Tensor]:
         """The trainable parameters as forward sees them, in order."""
         return [leaf for key, leaf in self._leaves.items() if key in self._trainable]
-
-    def names(self) -> list[str]:
-        """The names of all parameters."""
-        return [item.name for group in self._groups for item in group.items]
-
-    def absent(self) -> comm.Facts:
-        """Which trained parameters got no gradient in this backward: all of them, if the backward
-        did not come to the unit. Delayed gradients are not absent: they will come."""
-        delayed = bool(self.delayed)
-        came = [g.gradients.came or [delayed] * len(g.items) for g in self._groups]
-        absent: comm.Facts = self.trained & ~numpy.array([*chain.from_iterable(came)], bool)
-        return absent
-
-    def shown(self, has: bool) -> comm.Facts:
-        """Which trained parameters had a gradient in the reduction of this backward (``has``), or
-        had none (not ``has``). Gradients of waiting microbatches count. None of the parameters of a
-        group that was not reduced."""
-        each = [
-            [gradient == has for gradient in group.gradients.brought]
-            if group.gradients.came
-            else [False] * len(group.items)
-            for group in self._groups
-        ]
-        shown: comm.Facts = self.trained & numpy.array([*chain.from_iterable(each)], bool)
-        return shown
 
     def unreduced(self) -> list[str]:
         """Parameters whose gradient came and was not reduced."""

@@ -36,7 +36,6 @@ from shardwise.shard.group import Group
 from shardwise.shard.initial_values import checksum, same_values
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import device_of, find_parameters, install, outermost, own_buffers
-from shardwise.tensor_steps import LEFT_ALONE
 from shardwise.tile import tile_of
 
 
@@ -199,8 +198,6 @@ class Wrapping:
         unit.stored = {where[position]: stored for position, stored in enumerate(self.stored)}
         install(self.roots, unit, self.device, self.found)
         unit.held = self.held
-        for parameter in self.ignored:
-            setattr(parameter, LEFT_ALONE, True)
         if any(stored.format for stored in self.stored):
             warn_of_decoding(self.precision, self.device, self.mesh)
 

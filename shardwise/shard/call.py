@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,8 +17,6 @@ from shardwise import comm
 from shardwise.moe.weights import is_wanted
 from shardwise.shard.containers import Swaps, look_into, map_tensors, put_back
 from shardwise.shard.members import refuse_side_way
-from shardwise.shard.whole_parameter import Whole
-from shardwise.tensor import ShardedTensor
 from shardwise.uncompiled import skip_frames
 
 if TYPE_CHECKING:
@@ -211,6 +208,10 @@ def _open(call: Call, grad: Tensor) -> None:
     unit.pre_backward(call)
 
 
+# When a compiled function calls backward, torch.compile must not trace the hooks of that backward.
+skip_frames(_open)
+
+
 class InputsOfAWrappedModule(torch.autograd.Function):
     """The gate of a call: the identity on its inputs. Its backward runs when the gradients of all
     inputs have been computed. If a module writes to its inputs in place, the error of torch names
@@ -238,36 +239,26 @@ class InputsOfAWrappedModule(torch.autograd.Function):
         return tuple(None if t is None else t.view_as(t) for t in tangents)
 
 
+skip_frames(InputsOfAWrappedModule.backward)
+
 # A leaf behind every gate, which gets no gradient. A backward for all leaves visits it; a backward
 # for chosen inputs (torch.autograd.grad) does not.
 sentinel = torch.zeros((), requires_grad=True)
 _SENTINEL = torch.autograd.graph.get_gradient_edge(sentinel).node
 
 
-def calls_on_stack(modules: Sequence[nn.Module], frame: Any = None) -> int:
-    """How many calls of these modules run now, by the stack of this thread, or by the stack that
-    ends in ``frame``. Walks the whole stack: for rare cases."""
-    count = 0
-    for each in _stack(frame or sys._getframe()):
+def calls_on_stack(modules: Sequence[nn.Module]) -> int:
+    """How many calls of these modules run now, by the stack of this thread: for rare cases."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
         # "wrapped_method": the methods that torch's register_fsdp_forward_method makes.
-        if each.f_code is _CALL or each.f_code.co_name == "wrapped_method":
-            count += any(each.f_locals.get("self") is module for module in modules)
+        if frame.f_code is _CALL or frame.f_code.co_name == "wrapped_method":
+            count += any(frame.f_locals.get("self") is module for module in modules)
+        frame = frame.f_back  # type: ignore[assignment]
     return count
 
 
 _CALL = nn.Module._call_impl.__code__
-
-
-def _stack(frame: Any) -> Iterator[Any]:
-    """The frames of a stack, from ``frame`` outwards."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def engine_on_stack(frame: Any) -> Any:
-    """The innermost call of autograd's engine on the stack that ends in ``frame``, or None."""
-    return next((each for each in _stack(frame) if each.f_code is _ENGINE), None)
 
 
 def is_for_inputs(leaves: Iterable[Tensor]) -> bool:
@@ -277,10 +268,8 @@ def is_for_inputs(leaves: Iterable[Tensor]) -> bool:
         return False  # a backward for all leaves of a graph with a gate
     if any(map(will_come, leaves)):
         return False
-    # Without a gate, only the arguments of the engine's call tell, on the stack of some thread.
-    engines = map(engine_on_stack, [sys._getframe(), *sys._current_frames().values()])
-    engine = next(filter(None, engines), None)
-    return engine is None or bool(engine.f_locals["args"][3])
+    behind = (getattr(node, "variable", None) for node in _behind([_node_now()]))
+    return not all(is_wanted(leaf) for leaf in behind if leaf is not None)
 
 
 def will_come(*leaves: Tensor) -> bool:
@@ -314,49 +303,6 @@ def reads_on(unit: Unit) -> bool:
         if is_gate or not (leaf is None or id(leaf) in inside):
             return True
     return False
-
-
-@functools.wraps(torch.autograd.graph._engine_run_backward)  # type: ignore[attr-defined]
-def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's function behind ``backward`` and ``torch.autograd.grad``. Raises if gradients of
-    parameters at rest are asked for: forward reads the whole parameters, so no graph contains
-    those at rest. Raises too if ``torch.autograd.grad`` asks for whole parameters outside of every
-    forward and backward, where nothing would reduce the gradient. (Inside, the inner loop of a
-    module and checkpoints of others ask for them.)"""
-    inputs = args[3] or ()
-    at_rest = {id(tensor) for tensor in inputs if isinstance(tensor, ShardedTensor)}
-    roots = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
-    leaves = (getattr(node, "variable", None) for node in _behind(roots if at_rest else []))
-    refused = [leaf for leaf in leaves if isinstance(leaf, Whole) and id(leaf._at_rest) in at_rest]
-    why = "parameters at rest, which no graph knows"
-    whole = [tensor for tensor in inputs if isinstance(tensor, Whole)]
-    if whole and not refused and not kwargs.get("accumulate_grad") and not _inside_a_call():
-        refused, why = whole, "gathered parameters, whose gradient would be this rank's own"
-    if refused:
-        names = ", ".join(leaf.name_here for leaf in refused[:4]) + (", ..." if refused[4:] else "")
-        raise RuntimeError(
-            f"torch.autograd.grad or backward(inputs=...) asks for {names} of unit "
-            f"{refused[0]._group.label}, {why}. Call backward() without inputs=, "
-            f"requires_grad_(False) on what shall have no gradient, and read .grad"
-        )
-    return _engine_run(outputs, *args, **kwargs)
-
-
-def _inside_a_call() -> bool:
-    """Whether a backward runs, or the forward of a wrapped module. Walks the stack: for rare
-    cases."""
-    calls = (frame for frame in _stack(sys._getframe()) if frame.f_code is _CALL)
-    if any("_shardwise_unit" in vars(call.f_locals["self"]) for call in calls):
-        return True
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
-
-
-# When a compiled function calls backward, torch.compile must not trace the hooks of that backward.
-skip_frames(_run_backward)
-_engine_run = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
-_ENGINE = _engine_run.__code__
-for _place in (torch.autograd.graph, torch.autograd):
-    _place._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
 
 def _behind(waiting: list[Any], until: Unit | None = None) -> Iterator[Any]:

@@ -32,6 +32,7 @@ from shardwise.shard.module import unit_of
 from shardwise.shard.wrapped import Held
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor_steps import OWNER
 from shardwise.tile import tile_problem
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def _module_problems(
 def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
     """The first problem of one parameter."""
     parameter, owner = f.parameter, f.owners[0].__name__
-    if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
+    if isinstance(parameter, ShardedTensor) or hasattr(parameter, OWNER):
         return (
             f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
             f"both modules in one call with a list, or leave both to the root"
@@ -367,8 +368,8 @@ def grain_problems(grain: Any) -> list[str]:
 
 def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     problems = []
-    if unused not in ("none", "zeros", "error"):
-        problems.append(f"unused_parameters={unused!r}: choose 'none', 'zeros' or 'error'")
+    if unused not in ("none", "zeros"):
+        problems.append(f"unused_parameters={unused!r}: choose 'none' or 'zeros'")
     if memory not in ("caching", "trace"):
         problems.append(f"memory={memory!r}: choose 'caching' or 'trace'")
     if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):

@@ -99,7 +99,7 @@ def data_parallel(
         precision: the dtypes of weights, gradients and inputs.
         mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
         ignored_params: parameters to leave alone: they are not sharded, moved or reduced.
-        unused_parameters: ``"none"``, ``"zeros"`` or ``"error"``; see ``fully_shard``.
+        unused_parameters: ``"none"`` or ``"zeros"``; see ``fully_shard``.
         memory, unify_streams: see ``fully_shard``.
     """
     check_types([model], mesh, placements, precision, mp_policy, verb="data_parallel")

@@ -34,7 +34,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
-from shardwise.memory import CACHING, Source
+from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
 from shardwise.moe.coded import Coding, expert_codes
 from shardwise.precision import fp8_graphs
@@ -131,16 +131,6 @@ class GroupPlane(Gathered):
         device = self.memory.tensor.device
         self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
 
-    def acquire(self, source: Source) -> None:
-        if not self.memory.live:
-            self.memory.acquire(source)
-            self.memory.lend(self.shown)
-
-    @property
-    def shown(self) -> list[Tensor]:
-        """All views that were handed out, to kernels and to callers of ``whole``."""
-        return [tensor for plane in self.views.values() for tensor in _tensors(plane)]
-
     def copy_part(self, first: int, last: int, state: Any) -> None:
         """Copy the bytes gathered over outer axes from the kept part if it is current, else into
         the kept part."""
@@ -160,17 +150,8 @@ class GroupPlane(Gathered):
         if plane is None:
             starts = self.layout.starts
             size = starts[last] + self.layout.items[last].numel - starts[first]
-            memory, before = self.memory, self.memory.holders
             plane = self.views[first, last] = self.view(first, 0, size)
-            tensors = _tensors(plane)
-            if memory.own:  # a view of another dtype holds a base tensor too
-                memory.own += memory.holders - before - len(tensors)
         return plane
-
-
-def _tensors(plane: Plane) -> tuple[Tensor, ...]:
-    """All tensors that a plane holds, also those that products make at their first read."""
-    return plane.codes, plane.scales, *plane.right
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
@@ -345,11 +326,6 @@ class FP8Group(Group):
         return self._stale(
             self.planes[block] for block in planes_of(self.format, phase, everything)
         )
-
-    def _is_kept(self, copy: Any, for_good: bool) -> bool:
-        """Whether code outside the library holds codes or scales. Autograd never does: it looks
-        planes up again."""
-        return bool(copy.memory.lent(copy.shown, references=1) > 0)  # 1: the plane's own reference
 
     def _copy_for(self, phase: Reads) -> GroupPlane | None:
         block = READS[self.format].get(phase)

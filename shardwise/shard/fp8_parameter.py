@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,6 @@ from shardwise.precision.fp8_functions import (
 )
 from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.shard.whole_parameter import WholeParameter
-from shardwise.tensor_steps import BEFORE_2_13
 
 
 class FP8Parameter(WholeParameter, QuantisedParameter):
@@ -80,6 +80,10 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
+        # A recomputation of torch's saves parameters as they are: graphs find the planes by them.
+        if func is Tensor.detach and _is_saved(sys._getframe(1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return _on_decoded(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -207,6 +211,11 @@ def _decoded(value: Any) -> Any:
     return _values(value, weight)
 
 
+def _is_saved(caller: Any) -> bool:
+    """Whether a checkpoint of torch, in this frame, saves a tensor that it recomputed."""
+    return caller.f_globals is vars(torch.utils.checkpoint) and caller.f_code.co_name == "pack_hook"
+
+
 def _values(parameter: Tensor, weight: FP8Tensor | None) -> Tensor:
     if weight is None:
         return torch.ops.shardwise.fp8_decode.default(parameter)  # type: ignore[no-any-return]
@@ -223,26 +232,3 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def _save_undecoded(hook: Any) -> None:
-    """Let checkpoints save parameters as they are. Before torch 2.13 they call ``detach()`` through
-    ``__torch_function__``, which decodes, and a graph would not find the planes."""
-    original = hook.__init__
-
-    def init(self: Any, *args: Any) -> None:
-        original(self, *args)
-        pack = self.pack_hook
-
-        @functools.wraps(pack)  # keeps the name, by which we recognise a recomputation
-        def pack_undecoded(value: Tensor) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return pack(value)
-
-        self.pack_hook = pack_undecoded
-
-    hook.__init__ = init
-
-
-if BEFORE_2_13:
-    _save_undecoded(torch.utils.checkpoint._recomputation_hook)

@@ -109,13 +109,12 @@ def fully_shard(
             call.
         unused_parameters: what to do for a parameter that got no gradient:
 
-            - ``"none"``: ``.grad`` stays None. This must be so on every rank, or it is an error.
+            - ``"none"``: ``.grad`` stays None. If other ranks have a gradient, theirs becomes NaN.
             - ``"zeros"``: ``.grad`` is zeros, but None in a unit that no rank calls. The losses of
-              ranks may depend on different parameters, with four exceptions, where all ranks raise
-              "out of step": a unit inside a reentrant checkpoint or with one inside, a checkpoint
+              ranks may depend on different parameters, with four exceptions, where the ranks are
+              out of step: a unit inside a reentrant checkpoint or with one inside, a checkpoint
               with several outputs around several units, a unit with delayed weight gradients, and a
               second backward over a kept graph.
-            - ``"error"``: raise on all ranks, also for a unit that no rank calls.
         memory: where transient buffers come from: ``"caching"`` or ``"trace"``. The value of the
             root module counts.
         unify_streams: run all communication on one stream. This overlaps less and lowers the memory

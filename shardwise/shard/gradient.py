@@ -30,7 +30,6 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.lockstep import SETTINGS
 from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, steps
 from shardwise.shard.flow import Flow
@@ -59,9 +58,7 @@ class Gradients:
         self.divisor: float | None = None
         self.sum_only = False  # sum on the wire and divide after, never in one pass
         self.label = ""  # of the group, for messages
-        # By parameter: whether a gradient came in this backward. Empty: nothing was reduced.
-        self.came: list[bool] = []
-        # The same, where gradients that waited for this reduction count too.
+        # By parameter: whether this backward, or one before whose gradients waited, brought one.
         self.brought: list[bool] = []
         self._waited: set[int] = set()  # the parameters whose gradients began to wait
         self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
@@ -120,7 +117,7 @@ class Gradients:
     def count_waiting(self) -> None:
         """No backward comes: only the gradients that wait will be reduced."""
         waiting = self.main_weight.version.waiting
-        self.came = self.brought = [index in waiting for index in range(len(self.unsharded))]
+        self.brought = [index in waiting for index in range(len(self.unsharded))]
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for the gradient of one parameter in this microbatch, and whether its contents
@@ -129,10 +126,7 @@ class Gradients:
             shape = self.layout.items[index].shape
             return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
         target = self._open_target()
-        views = self._views_of(target)
-        if not target.block.own:
-            target.block.lend(views)
-        return views[index], self._open_fresh and index not in self._written
+        return self._views_of(target)[index], self._open_fresh and index not in self._written
 
     def mark_written(self, index: int) -> None:
         """A kernel has defined the gradient of one parameter in this microbatch."""
@@ -223,7 +217,6 @@ class Gradients:
         if self.keep:
             self._wait()
             return
-        self._leave_to_holders(target)
         if target is self._partial and self.wire_dtype != target.dtype:
             self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
@@ -235,9 +228,6 @@ class Gradients:
             self.main.ready(unused=target is not self.main.buffer)
         elif last and target is not self.main.buffer:
             self.main.repaired()
-        for axis in self.ranks.axes if last else ():  # finds a rank that forgot zero_grad()
-            note = "begins anew" if fresh else "adds to earlier gradients"
-            axis.journal.add(SETTINGS, f"a backward of {self.label} that {note}")
         self._in_flight = True
         held: list[Tensor] = []
         collectives = self._reduction(runtime, target, last, fresh, held)
@@ -266,25 +256,12 @@ class Gradients:
                 return False
             for parameter in self.unsharded:
                 AUTOGRADS.__set__(parameter, None)
-        self.came = self.brought = [True] * len(grads)
+        self.brought = [True] * len(grads)
         self.main.take(grads)
         return True
 
-    def _leave_to_holders(self, target: Buffer) -> None:
-        """If a user holds ``main_grad``, leave the sum of this rank there, and reduce a copy."""
-        if target is not self.main.buffer and self._is_kept(target):
-            unreduced = target.flat.detach()
-            target.block.leave()
-            target.flat.copy_(unreduced)
-
-    def _is_kept(self, buffer: Buffer) -> bool:
-        """Whether a user holds ``main_grad`` of a parameter."""
-        return bool(buffer.block.own) and buffer.block.lent(self._views_of(buffer)) > 0
-
     def _release(self, buffer: Buffer) -> None:
-        """Give the memory back, or leave it to a user who holds ``main_grad``."""
-        if buffer.block.live and self._is_kept(buffer):
-            buffer.block.leave()
+        """Give the memory of a buffer back."""
         buffer.block.release(self._source_of(buffer))
 
     def _is_exact(self, grad: Tensor | None) -> bool:
@@ -299,7 +276,7 @@ class Gradients:
         """Bring the gradients that autograd has left into ``target``, in one pass over all."""
         views = self._views_of(target)
         into, values = [], []
-        self.came = [True] * len(self.unsharded)
+        came = [True] * len(self.unsharded)
         with torch._C.DisableTorchFunctionSubclass():  # faster: no dispatch for each attribute
             grads = list(map(AUTOGRADS.__get__, self.unsharded))
             for parameter in self.unsharded:
@@ -313,15 +290,28 @@ class Gradients:
                 into.append(views[index])
                 values.append(parameter.local_gradient(grad))
             else:
-                self.came[index] = False
+                came[index] = False
                 if self._open_fresh:
                     views[index].zero_()
-        waiting, self.brought = self.main_weight.version.waiting, self.came
-        if waiting:
-            self.brought = [came or index in waiting for index, came in enumerate(self.came)]
+        waiting = self.main_weight.version.waiting
+        self.brought = [here or index in waiting for index, here in enumerate(came)]
+        if self.last and not (self.shows_zeros or self._alone):
+            for index in self._lacking():
+                views[index].fill_(torch.nan)
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
+
+    def _lacking(self) -> list[int]:
+        """The parameters that nothing has brought a gradient, in this step. If another rank has
+        one, NaN in its place says so; if none has, nobody looks at it."""
+        with plain_attributes():
+            shown = list(map(read_grad, self.sharded))
+        return [
+            index
+            for index, brought in enumerate(self.brought)
+            if not brought and shown[index] is None
+        ]
 
     def _reduction(
         self, runtime: Flow, target: Buffer, last: bool, fresh: bool, held: list[Tensor]

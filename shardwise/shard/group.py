@@ -30,15 +30,14 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Beside, Buffer, Gathered, GatherPlan, Part
-from shardwise.holders import hooks_of_others, storage_of
 from shardwise.layout import Layout
-from shardwise.memory import CACHING, Block, weakly
+from shardwise.memory import CACHING, Block, storage_of, weakly
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
-from shardwise.shard.flow import Flow, in_checkpoint
+from shardwise.shard.flow import Flow
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.whole_parameter import Whole, WholeDTensor, WholeParameter, carry_attributes
 from shardwise.tile import Tile
@@ -57,8 +56,8 @@ class Group:
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
     movable = False  # whether copies may move: autograd saves no views of them
     # What the whole parameters show while their memory lives, and after its release. Without
-    # ``_gone``, a read or a write after the release would be a segmentation fault. With it, a read
-    # gives NaN, and torch refuses a write.
+    # ``_gone``, a backward that comes through no output would be a segmentation fault, and not an
+    # error.
     _views: Sequence[Tensor] = ()
     _gone: Sequence[Tensor] = ()
     scratch: str | None = None  # the kind of ``whole`` in the ledger, if it is only scratch memory
@@ -377,8 +376,6 @@ class Group:
         """Make the whole weights usable by what the caller computes next."""
         if self.pending:
             self._arrive()
-            if not self.movable:
-                self.whole.block.lend()
             runtime.lanes.wait("compute", self._ready)
             self._ready = None
             if not self.offload:  # else the host has not waited
@@ -386,19 +383,12 @@ class Group:
         if self._kept is not None and self._kept.filled is None:
             self._kept.memory.release(runtime.source)
 
-    def release(self, runtime: Flow, *, for_good: bool = False) -> None:
+    def release(self, runtime: Flow) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read them.
-        If a user holds a view, the memory is left to the view, and the next gather takes other
-        memory. ``for_good``: no backward will read the weights, so autograd counts as a user."""
+        Views that a user keeps are undefined from then on, as in torch's FSDP2."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
-        for copy in self.copies:
-            if copy.memory.live and self._is_kept(copy, for_good):
-                runtime.lanes.leave(copy.memory.tensor)
-                # Memory of a pool stays with the gather lane.
-                with runtime.lanes.on("gather" if self.movable else "compute"):
-                    copy.memory.leave()
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
             for copy in self.copies:
@@ -406,18 +396,6 @@ class Group:
                 copy.filled = None
         for parameter, gone in zip(self.unsharded, self._gone, strict=False):
             parameter.show_gone(gone)
-
-    def _is_kept(self, copy: Gathered, for_good: bool) -> bool:
-        """Whether a user holds a view of the whole weights, not only this group and autograd. If
-        other libraries' hooks for saved tensors see weights, their views cannot be distinguished
-        from a user's, and no view counts as held."""
-        memory, number = copy.memory, 0 if copy.memory.tensor.is_meta else copy.memory.lent()
-        if for_good or number in memory.autograds:
-            return for_good and number > 0
-        own = [self.whole.flat, *self._views, *(whole.memory for whole in self.unsharded)]
-        own += [*self.unsharded, *(self._plan.views if self._plan else ())]
-        unknown = hooks_of_others() and not in_checkpoint()
-        return not unknown and memory.is_kept(number, set(map(id, own)))
 
     def keep_part(self, runtime: Flow, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads when they are released, so that backward

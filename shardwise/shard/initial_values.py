@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same values on all ranks: parameters that ranks initialised differently get the values of the
-first rank; copies whose gradients differ are warned of."""
+first rank."""
 
 from __future__ import annotations
 
@@ -55,35 +55,6 @@ def same_over_tiles(groups: Iterable[Group]) -> None:
             copies[position][0].main.version.write()
 
 
-def warn_of_unlike_gradients(groups: Iterable[Group]) -> None:
-    """Warn if the gradients of such copies differ by more than rounding: the copies will drift
-    apart. Gradients are compared by their length and their product with one fixed vector."""
-    for axis, copies in _copies(groups):
-        grads = [group.sharded[index].grad for group, index in copies]
-        mine = [_sketch(grad.to_local()) if grad is not None else (0.0, 0.0) for grad in grads]  # type: ignore[attr-defined]
-        everyone = comm.agree(mine, axis)
-        for (group, index), *sketches in zip(copies, *everyone, strict=True):
-            lengths, products = zip(*sketches, strict=True)
-            if max(products) - min(products) > _UNLIKE * max(lengths):
-                warn_once(
-                    logger,
-                    "the gradient of '%s' of unit %s is not the same on the ranks of axis '%s', "
-                    "which hold copies of the parameter: the copies drift apart. A module that "
-                    "sees a part of the sequence needs SequenceParallel(); dropout needs one seed "
-                    "on these ranks",
-                    group.items[index].name,
-                    group.label,
-                    axis.name,
-                    about="copies of tensor parallelism",
-                    first=axis.rank == 0,
-                )
-                return
-
-
-# As a part of a gradient's length. bf16 and the order of sums change less than a tenth of this.
-_UNLIKE = 0.05
-
-
 def _copies(groups: Iterable[Group]) -> Iterator[tuple[comm.Axis, list[tuple[Group, int]]]]:
     """(axis of tensor parallelism, the parameters that all its ranks hold, as (group, index))."""
     groups = [g for g in groups if g.ranks.others is None and not g.main.flat.is_meta]
@@ -97,14 +68,6 @@ def _copies(groups: Iterable[Group]) -> Iterator[tuple[comm.Axis, list[tuple[Gro
             if tile is None or axis in tile.axes(cut=False)
         ]
         yield axis, copies
-
-
-def _sketch(value: Tensor) -> tuple[float, float]:
-    """(length, product with a fixed vector)."""
-    flat = value.detach().reshape(-1).float()
-    fixed = torch.arange(flat.numel(), device=flat.device).float().sin()
-    length, product = torch.stack([flat.norm(), flat.dot(fixed)]).tolist()
-    return length, product
 
 
 def _compare(

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.division import Division, Shares, Span, replica_shares
-from shardwise.holders import count_references
 from shardwise.memory import CACHING, counted
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, Cut, ShardedTensor
@@ -133,7 +132,7 @@ class MainGrad:
     def _count_references(self, main: Buffer) -> int:
         """The number of references to the memory and to the tensors that show it, without those of
         ``_views``."""
-        count = main.block.holders - len(self._views) + sum(count_references(self._views))
+        count = _count_tensors(main) - len(self._views) + sum(_count_references(self._views))
         return count + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
 
     def repaired(self) -> Buffer:
@@ -192,6 +191,19 @@ class MainGrad:
         if self.buffer is None:
             self._forget()
         return hooked
+
+
+def _count_tensors(buffer: Buffer) -> int:
+    """The number of tensors that use the memory of a buffer."""
+    return torch._C._storage_Use_Count(buffer.block.storage._cdata)  # type: ignore[attr-defined,no-any-return]
+
+
+def _count_references(tensors: Sequence[Any]) -> list[int]:
+    """The number of references that Python objects hold to each tensor, beside this list."""
+    unreferenced, *counts = [getrefcount(x) for x in (object(), *tensors)]
+    # torch holds a reference to each Python object whose tensor C++ uses, too.
+    by_torch = [x._use_count() > 1 for x in tensors]
+    return [n - unreferenced - 1 - held for n, held in zip(counts, by_torch, strict=True)]
 
 
 def _bring(write: Callable[[Tensor, Tensor], Any], own: ShardedTensor, grad: Tensor) -> None:

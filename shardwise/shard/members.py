@@ -8,7 +8,6 @@ every backward   it reads the same weights as its forward (``refuse_written`` an
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
@@ -75,7 +74,6 @@ def check_first_forward(root: nn.Module, units: Sequence[Unit], names: Sequence[
             tiled[0],
             len(tiled) - 1,
         )
-    _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
     devices = {group.device for unit in units for group in unit.groups}
     if len(devices) > 1:
         raise RuntimeError(
@@ -201,25 +199,6 @@ def _warn_of_empty(model: nn.Module, units: Sequence[Unit]) -> None:
             "(a state dict has no persistent=False buffers)",
             quoted(names),
         )
-
-
-def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
-    """Raise for an optimizer that was built before wrapping and holds tensors which have left the
-    model."""
-    alive = {
-        id(parameter): name
-        for name, reference in originals
-        if (parameter := reference()) is not None
-    }
-    for thing in gc.get_objects() if alive else ():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
-            if held:
-                raise RuntimeError(
-                    f"{type(thing).__name__} was built before fully_shard and holds the old "
-                    f"parameters ({quoted(held)}): it would update nothing. Build the optimizer "
-                    f"after wrapping"
-                )
 
 
 def refuse_ddp(units: Sequence[Unit]) -> None:

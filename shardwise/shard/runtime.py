@@ -12,24 +12,20 @@ released at the end.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from threading import get_ident
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 
 from shardwise import comm
-from shardwise.agreement import any_rank_in_step
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision import fp8_block
-from shardwise.shard.call import Calls, calls_on_stack, engine_on_stack, is_for_inputs
+from shardwise.shard.call import Calls, is_for_inputs
 from shardwise.shard.flow import Flow
-from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
+from shardwise.shard.initial_values import same_over_tiles
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.words import quoted
@@ -54,15 +50,13 @@ class Runtime(Flow):
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
         self.answered = 0  # the number of the last forward that a backward came to
-        # The thread in which the root's forward runs, or has raised; 0 outside of a forward.
-        self._forward_thread = 0
+        self.in_forward = False  # whether a forward of the root runs, or has raised
         self.for_inputs = False  # whether the running backward brings no gradient of a parameter
         # The forwards whose graph the running backward walks. 0 stands for recomputations.
         self.walked = {0}
         # Set from the first unit of a backward to its end: a reference to the callback that
         # autograd holds until the end. The reference is dead if the backward raised.
         self._ending: Callable[[], Any] | None = None
-        self._copies_unknown = True  # whether gradients of copies over tp were not yet compared
         self._writers_awaited = False  # whether the user marked the end of the optimizer's step
 
     @staticmethod
@@ -106,39 +100,12 @@ class Runtime(Flow):
         refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
-        self._forward_thread = get_ident()
+        self.in_forward = True
         for unit in self.units:
             unit.tidy()  # all units before the first gather, which can use the memory that is freed
         if not self._writers_awaited:
             self.await_writers()
         self._writers_awaited = False
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the root runs now, or has raised."""
-        return self._forward_thread != 0
-
-    @property
-    def in_other_thread(self) -> bool:
-        """Whether another thread is inside a forward of the root, or inside a backward."""
-        here, failed = get_ident(), self.has_failed()
-        if not failed and self._forward_thread in (0, here):
-            return False
-        threads = sys._current_frames()
-        del threads[here]
-        root = [module for ref in self.units[0].modules if (module := ref()) is not None]
-        frame = threads.get(self._forward_thread)
-        inside = frame is not None and calls_on_stack(root, frame) > 0
-        return inside or (failed and any(map(engine_on_stack, threads.values())))
-
-    def refuse_other_threads(self, name: str) -> None:
-        """Raise if another thread runs this model while a forward begins in this thread."""
-        if self.in_other_thread:
-            raise RuntimeError(
-                f"the forward of unit '{name}' begins while another thread is inside a forward or "
-                f"a backward of the same model, and would release weights that it reads: let "
-                f"threads take turns, in the same order on every rank"
-            )
 
     def give_up(self, unit: Unit) -> None:
         """Forget a unit that belongs to two models: the other root takes it over."""
@@ -166,7 +133,7 @@ class Runtime(Flow):
 
     def end_forward(self) -> None:
         """The root's forward is over."""
-        self._forward_thread = 0
+        self.in_forward = False
         for unit in self.order.ran():
             unit.end_forward()
 
@@ -212,8 +179,7 @@ class Runtime(Flow):
             raise
 
     def _end_backward(self) -> None:
-        """Complete all units, join the lanes, and raise for gradients that are missing or were not
-        reduced."""
+        """Complete all units, join the lanes, and raise for gradients that were not reduced."""
         # Until this function is done, count the backward as failed: hooks may raise.
         self._ending = lambda: None
         units = self.units[::-1]
@@ -230,7 +196,6 @@ class Runtime(Flow):
             for name in unit.arrivals.unreduced()
         ]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
-        missing = self._missing(units)
         self._conclude(units, graph_kept=self.keeps_graph)
         if unreduced:
             raise RuntimeError(
@@ -248,11 +213,6 @@ class Runtime(Flow):
                 f"reference from then (in a list, a closure, an attribute), which no optimizer "
                 f"trains any more. Read the parameter from its module in forward, or share modules"
             )
-        _refuse_missing(missing)
-        whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
-        if self._copies_unknown and whole:
-            self._copies_unknown = False
-            warn_of_unlike_gradients(group for unit in units for group in unit.groups)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients that wait in units which only earlier microbatches used, if this
@@ -270,12 +230,10 @@ class Runtime(Flow):
         units = self.units[::-1]
         for unit in units:
             unit.expect_waiting()
-        missing = self._missing(units)  # before reducing: ranks that differ would hang there
         for unit in units:
             unit.reduce_waiting()
         self.drain()
         self._conclude(units, graph_kept=False)
-        _refuse_missing(missing)
 
     def _conclude(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
         """No backward runs any more: release weights, and let the host read gradients."""
@@ -290,43 +248,6 @@ class Runtime(Flow):
         if self._ending is None and not self.in_backward:
             self.drain()
             self.wait_on_host()
-
-    def _missing(self, units: Sequence[Unit]) -> list[str]:
-        """The parameters that should have a gradient and got none on some rank; the same on all
-        ranks. Raises for parameters that only some ranks train, and, where a gradient may be None,
-        for those that got one on some ranks only."""
-        units = [unit for unit in units if unit.groups]
-        if self.for_inputs:
-            return []
-        absent = _joined(unit.arrivals.absent() & (unit.unused == "error") for unit in units)
-        if any(unit.sync for unit in units):
-            trained = _joined(unit.arrivals.trained for unit in units)
-            used, unused = (
-                _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)
-                for has in (True, False)
-            )
-            facts = numpy.concatenate([absent, trained, ~trained, used, unused])
-            facts = any_rank_in_step(facts, self.axes)
-            absent, trained, frozen, used, unused = numpy.split(facts, 5)
-            if (used & unused).any():
-                raise RuntimeError(
-                    f"{', '.join(self._named(units, used & unused))} got a gradient on some ranks "
-                    f"and none on others. Where ranks differ in what they use, pass "
-                    f"unused_parameters='zeros' (or set_reduce_scatter_unused_params(True))"
-                )
-            if (trained & frozen).any():
-                raise RuntimeError(
-                    f"{', '.join(self._named(units, trained & frozen))} is trained on some ranks "
-                    f"and frozen on others: call requires_grad_ on every rank alike"
-                )
-        return self._named(units, absent)
-
-    def _named(self, units: Sequence[Unit], chosen: comm.Facts) -> list[str]:
-        """The names of the chosen parameters, among all parameters of these units."""
-        if not chosen.any():
-            return []
-        names = [f"'{n}' of unit '{unit.name}'" for unit in units for n in unit.arrivals.names()]
-        return [names[position] for position in chosen.nonzero()[0]]
 
     # ------------------------------------------------------------------ after an exception
 
@@ -346,21 +267,8 @@ class Runtime(Flow):
         """Forget an iteration that failed half way, with its gradients."""
         self.drop_reductions()
         self._ending = None
-        self.walked, self._forward_thread = {0}, 0
+        self.walked, self.in_forward = {0}, False
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
         drop_pending(p for unit in self.units for group in unit.groups for p in group.sharded)
-
-
-def _refuse_missing(missing: Sequence[str]) -> None:
-    if missing:
-        raise RuntimeError(
-            f"no gradient reached {', '.join(missing)} in this backward. If they are meant to be "
-            f"unused, leave unused_parameters at 'none', pass 'zeros' where ranks differ in what "
-            f"they use, or freeze them with requires_grad_(False)"
-        )
-
-
-def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:
-    return numpy.concatenate([numpy.zeros(0, bool), *facts])

@@ -87,6 +87,8 @@ class Progress(enum.Enum):
 class Unit(Wrapped):
     """The state behind one ``fully_shard`` call: the wrapped modules, and how far a step is."""
 
+    foresees = True  # whether autograd knows the gradients that come; not in a plan's sketch
+
     def __init__(self, *wrapped: Any, **settings: Any) -> None:
         super().__init__(*wrapped, **settings)
         self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
@@ -194,7 +196,6 @@ class Unit(Wrapped):
 
     def _recover(self) -> None:
         """Recover if an exception, or an interrupt by the user, ended a forward or a backward."""
-        self.runtime.refuse_other_threads(self.name)
         if self.runtime.has_failed():
             self.runtime.recover()
         elif not self.calls.running:
@@ -230,7 +231,7 @@ class Unit(Wrapped):
         refuse_generator(self, output)
         call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
-            self.left(output)
+            runtime.order.left(self)
         awaited = call is not None and call.recorded and self._watch(call, output)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
             self._end_forward(awaited)
@@ -255,7 +256,6 @@ class Unit(Wrapped):
         lost = self.lost_writes()
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
-                lost = lost or self.lent()
                 self.hide()
                 self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -311,7 +311,7 @@ class Unit(Wrapped):
         if self.runtime.for_inputs:
             return will_come
         self.arrivals.follow()
-        if self.unused == "error" or will_come(*self.arrivals.leaves()):
+        if not self.foresees or will_come(*self.arrivals.leaves()):
             return None
         return None if recomputes_inside(self) else will_come
 
@@ -460,7 +460,7 @@ class Unit(Wrapped):
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
-            group.gradients.came, group.gradients.unwanted = [], False
+            group.gradients.unwanted = False
         if self.phase is Phase.RESTING and self.release_after_backward:
             refuse(self.put_away())
 
@@ -493,5 +493,5 @@ class Unit(Wrapped):
         lost = self.lost_writes()
         self.hide()
         if release:
-            self.release(for_good=not (self.expects_backward or self.runtime.keeps_graph))
+            self.release()
         return lost

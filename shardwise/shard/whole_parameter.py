@@ -103,6 +103,11 @@ class Whole(Tensor):
         gradients = self._gradients() if self._gradients is not None else None
         return None if gradients is None else gradients.sharded[self._index]
 
+    def set_(self, *source: Any) -> Any:
+        """Write nothing if ``source`` is this parameter: a parametrization that is registered
+        inside a forward (peft's ``target_parameters``) sets a weight to itself."""
+        return self if len(source) == 1 and source[0] is self else super().set_(*source)
+
     def show(self, memory: Tensor) -> None:
         """Make this parameter a view of gathered memory. The parameter keeps its version counter,
         so for autograd a gather is no in-place change."""

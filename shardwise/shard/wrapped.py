@@ -14,21 +14,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import comm
-from shardwise.holders import storage_of
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
-from shardwise.shard.containers import look_into
 from shardwise.shard.flow import SharedLanes
 from shardwise.shard.group import Group
 from shardwise.shard.members import Members, refuse, refuse_swapped
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import LOST, Whole
+from shardwise.shard.whole_parameter import LOST
 from shardwise.streams import annotate
 
 # (the parameter dictionary of a module, name in it, group, index). The dictionary, not the module,
@@ -74,8 +71,6 @@ class Wrapped:
         self.groups, self.places = list(groups), list(places)
         self._staged, self.shown = staged, False
         self._here = [False] * len(groups)  # by group: whether the modules hold its whole weights
-        # The outputs of this forward that lie in the memory of whole weights.
-        self._lent: list[weakref.ref[Tensor]] = []
         self.precision = precision
         self.release_after_forward = release_after_forward
         self.release_after_backward = True
@@ -176,36 +171,12 @@ class Wrapped:
         names = [name for group in self.groups for name in group.lost_writes()]
         return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
-    def left(self, output: Any) -> None:
-        """A forward of this unit is over. Note the outputs that lie in the memory of weights."""
-        self.runtime.order.left(self)  # type: ignore[arg-type]
-        released = [group for group in self.groups if group.comes_and_goes]
-        memory = {storage_of(block.tensor) for group in released for block in group.blocks}
-        for item in look_into(output, set()) if memory and self.releases_after_forward else ():
-            values = item.memory if isinstance(item, Whole) else item
-            stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
-            if stored and storage_of(values) in memory:
-                self._lent.append(weakref.ref(item))
-
-    def lent(self) -> RuntimeError | None:
-        """The error for outputs that are still alive and lie in weights which are released next."""
-        outputs = [output for reference in self._lent if (output := reference()) is not None]
-        self._lent.clear()
-        if not outputs:
-            return None
-        return RuntimeError(
-            f"the forward of {self.groups[0].label} returns a tensor of shape "
-            f"{list(outputs[0].shape)} that lies in the memory of its weights, which is released "
-            f"now: return a clone, or wrap with reshard_after_forward=False"
-        )
-
-    def release(self, kept_axis: comm.Axis | None = None, *, for_good: bool = False) -> None:
-        """Give the memory back. Each of the k ranks of ``kept_axis`` keeps 1/k of the weights.
-        ``for_good``: no backward will read the weights."""
+    def release(self, kept_axis: comm.Axis | None = None) -> None:
+        """Give the memory back. Each of the k ranks of ``kept_axis`` keeps 1/k of the weights."""
         for group in self.groups:
             if kept_axis is not None:
                 group.keep_part(self.runtime, kept_axis)
-            group.release(self.runtime, for_good=for_good)
+            group.release(self.runtime)
 
     def follow_moves(self) -> None:
         """Take over parameters at rest that a module inside the unit has moved to other memory
@@ -232,8 +203,7 @@ class Wrapped:
     def release_until_backward(self, kept: bool) -> None:
         """Give the whole weights back after a forward. ``kept``: a backward may follow the forward.
         If that backward does not gather the weights, autograd raises if it reads them."""
-        for_good = not kept and not self.calls.awaited  # type: ignore[attr-defined]
-        self.release(self.kept_axis if kept else None, for_good=for_good)
+        self.release(self.kept_axis if kept else None)
         if kept and not self.gather_in_backward:
             for group in self.groups:
                 for parameter in group.unsharded if group.comes_and_goes else ():

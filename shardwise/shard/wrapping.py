@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,18 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.holders import hide_from_hooks, show_to_hooks
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
-from shardwise.lockstep import STEP
 from shardwise.notices import warn_once
-from shardwise.shard.flow import in_checkpoint, in_recomputation
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor_writes import sketch
+from shardwise.tensor_steps import OWNER
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
@@ -232,7 +228,7 @@ def install(
     unit.members = Members(unit)
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
-        f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
+        setattr(f.parameter, OWNER, f.name)
     with_grad = [f.name for f in found if f.parameter.grad is not None]
     if with_grad:
         warn_once(logger, "gradients from before wrapping are dropped: %s", quoted(with_grad))
@@ -269,9 +265,6 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @uncompiled
 def _pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    # Checkpoints count all tensors that autograd saves, so their hooks must see all of them.
-    if not in_checkpoint() and not in_recomputation():
-        hide_from_hooks()
     return module._shardwise_unit._pre_forward(module, args, kwargs)
 
 
@@ -282,12 +275,10 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
 
 @uncompiled
 def _after_failure(module: Any, args: Any, output: Any) -> None:
-    """Undo ``hide_from_hooks`` after every forward. After a forward that raised, also put the
-    sharded parameters back: code that catches the exception and calls ``model.zero_grad()`` means
-    these parameters."""
-    show_to_hooks()
+    """Put the sharded parameters back after a forward that raised: code that catches the exception
+    and calls ``model.zero_grad()`` means these parameters."""
     unit = module._shardwise_unit
-    if unit.calls.running and not (unit.runtime.in_backward or unit.runtime.in_other_thread):
+    if unit.calls.running and not unit.runtime.in_backward:
         unit.drop_dead_calls(entering=True)
 
 
@@ -305,16 +296,10 @@ def _after_state_dict(module: Any, *_: Any) -> None:
 def _before_load(
     module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Show the sharded parameters, and record the load, so that ranks can compare its values."""
+    """Show the sharded parameters to a load."""
     unit: Unit = module._shardwise_unit
     unit.put_away(release=False)  # the load overwrites what was written to whole weights
     unit.assigns = metadata.get("assign_to_params_buffers", False)
-    checksums = _load_checksums(unit, module, state_dict, prefix)
-    for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
-        pairs = zip(checksums, unit.groups, strict=True)
-        on_axis = [checksum for checksum, group in pairs if axis in group.ranks.axes]
-        values = zlib.crc32(repr(on_axis).encode())
-        axis.journal.add(STEP, f"load_state_dict() of '{unit.name}' with values {values:08x}")
     _refuse_codes(module, state_dict, prefix)
 
 
@@ -322,20 +307,6 @@ def _after_load(module: Any, keys: Any) -> None:
     """Move the tensors that ``assign=True`` put in place of parameters into the flat buffers."""
     if module._shardwise_unit.assigns:
         module._shardwise_unit.assign()
-
-
-def _load_checksums(unit: Unit, module: nn.Module, state_dict: Any, prefix: str) -> list[int]:
-    """For each group, a checksum of some elements of each whole tensor that is loaded. It must be
-    equal on all ranks of the group; the groups of one unit may be on different ranks (experts)."""
-    group_of = {(id(parameters), name): number for parameters, name, number, _ in unit.places}
-    checksums = [0] * len(unit.groups)
-    for path, inner in module.named_modules():
-        for name in inner._parameters:
-            number = group_of.get((id(inner._parameters), name))
-            value = state_dict.get(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
-            if number is not None and type(value) in (Tensor, nn.Parameter):
-                checksums[number] = sketch(value, checksums[number])
-    return checksums
 
 
 def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:

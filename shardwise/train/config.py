@@ -135,7 +135,7 @@ class TrainConfig:
         max_skipped: steps in a row that may be skipped because their gradient is not finite; one
             more ends the run.
         timeout: seconds after which a collective that another rank does not join is an error.
-        sample: tokens of text to generate at the end.
+        sample: tokens of text to generate at the end, in at most 5 seconds.
         profile_step: the step to profile for the report, counted from the first step of this start.
         deterministic: use torch's deterministic algorithms.
     """
@@ -176,7 +176,7 @@ class TrainConfig:
     keep: int = 2
     max_skipped: int = 10
     timeout: float = 300.0
-    sample: int = 256
+    sample: int = 200
     profile_step: int = 5
     deterministic: bool = False
 

@@ -199,7 +199,8 @@ def free_memory(world: World) -> int | None:
     free, _ = torch.cuda.mem_get_info(world.device)
     if dist.is_initialized():  # else this is a preview, and all ranks are like this device
         free = min(comm.agree(free, world.axis))
-    return math.floor(free * HEADROOM)
+    # The last rank of a GPU to look has seen what the contexts of all its ranks take.
+    return math.floor(free * HEADROOM) // world.ranks_per_gpu
 
 
 def divisors(count: int) -> list[int]:

@@ -54,11 +54,6 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
     their first steps, all ranks are started again with more microbatches.
     """
     check_gpus()
-    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
-        raise ValueError(
-            f"--nproc {nproc}, but there are {torch.cuda.device_count()} GPUs: use at most one "
-            f"rank per GPU, or hide them (CUDA_VISIBLE_DEVICES=) to train on CPU"
-        )
     # Divide the cores: ranks that each use all cores slow each other down.
     threads = max(1, (os.cpu_count() or 1) // nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -27,7 +27,6 @@ from shardwise import comm, streams
 from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
-from shardwise.models.gpt import generate
 from shardwise.precision.fp8_block import Tally, tallied
 from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
@@ -41,7 +40,6 @@ from shardwise.train.build import (
     precision_of,
     use_deterministic_algorithms,
 )
-from shardwise.train.codecs import decode_text, encode_text
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
@@ -49,12 +47,13 @@ from shardwise.train.fit import more_microbatches, plan_inputs, too_large
 from shardwise.train.folder import CHECKPOINTS, EVENTS, Home
 from shardwise.train.guard import Guard, Skips, refuse_broken_weights
 from shardwise.train.metrics import ExpertLoad, Speed
-from shardwise.train.pretrained import load_weights
+from shardwise.train.pretrained import load_weights, text_after
 from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)
 
 PROMPT = "def "
+SAMPLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -447,17 +446,18 @@ class Trainer:
         self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16){again}")
 
     def sample(self) -> None:
-        """Log a text that the model generates (collective)."""
-        codec = self.parts.corpus.codec
+        """Log a text that the model generates until a rank's clock ends it (collective)."""
+        codec, end = self.parts.corpus.codec, time.monotonic() + SAMPLE_SECONDS
         if codec is None:
             return
-        prompt = torch.tensor([encode_text(codec, PROMPT)], device=self.world.device)
-        generator = torch.Generator().manual_seed(self.config.seed)
+        options: dict[str, Any] = {
+            "temperature": 0.8,
+            "generator": torch.Generator().manual_seed(self.config.seed),
+            "until": lambda: any(comm.agree(time.monotonic() > end, self.world.axis)),
+        }
         with torch.compiler.set_stance("force_eager"):  # the length grows with every token
-            tokens = generate(
-                self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
-            )
-        self.events("sample", text=decode_text(codec, tokens[0].tolist()))
+            text = text_after(self.parts.model, codec, PROMPT, self.config.sample, **options)
+        self.events("sample", text=PROMPT + text)
 
     def _plan(self) -> dict[str, Any]:
         """The plan of this run; see ``shardwise plan``."""

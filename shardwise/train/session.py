@@ -29,6 +29,7 @@ from shardwise import comm
 from shardwise.checkpoint import Manifest, SaveError
 from shardwise.checkpoint.store import background
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.rehearsal import SHARED
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig, changed, refuse_idle
 from shardwise.train.console import Console
@@ -239,6 +240,8 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             or_older=resolved.or_older,
             sinks=sinks,
         )
+        if world.ranks_per_gpu > 1:
+            trainer.events("note", text=SHARED % world.ranks_per_gpu)
         if resolved.note:
             trainer.events(
                 "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise import comm
 from shardwise.agreement import all_ranks, together
 from shardwise.mesh import meeting
+from shardwise.rehearsal import ranks_per_gpu, use_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class World:
     local_rank: int
     num_nodes: int
     device: torch.device
+    ranks_per_gpu: int = 1
 
     @property
     def first(self) -> bool:
@@ -134,14 +136,7 @@ def join(timeout: float) -> World:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"{per_node or local_rank + 1} ranks on a machine with {torch.cuda.device_count()} "
-                f"GPUs: start at most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) "
-                f"to train on CPU"
-            )
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
+        device, backend = use_gpu(), "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout)
     # After a restart the store of torchrun may still contain the addresses of dead ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -155,6 +150,7 @@ def join(timeout: float) -> World:
         local_rank=local_rank,
         num_nodes=max(1, size // (per_node or size)),
         device=device,
+        ranks_per_gpu=ranks_per_gpu(device) if device.type == "cuda" else 1,
     )
 
 

@@ -17,6 +17,7 @@ from shardwise.report.plan import Plan, plan
 from shardwise.shard.wrapping import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
+from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 
 PRECISIONS = {
@@ -260,7 +261,7 @@ def assert_planned(
             strategy,
             precision=PRECISIONS[precision],
             microbatches=microbatches,
-            device="cpu",
+            device=ranks_device(),
             **options,
         )
         states = [result[position][3] for result in everyone]

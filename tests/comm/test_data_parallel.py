@@ -130,6 +130,7 @@ def check_cut(rank: int, world_size: int) -> tuple[int, int, int]:
     return len(calls), sum(call.nbytes for call in calls), matrix
 
 
+@pytest.mark.cpu_only("updates travel in 16 bits on a GPU")
 def test_parts_of_a_matrix_travel_to_its_owner_and_back() -> None:
     results = run_ranks(check_cut, 4)
     matrix = results[0][2]
@@ -267,6 +268,7 @@ def check_step_overlap(rank: int, world_size: int, stage: int, units: bool) -> l
     return [event.split()[0] for event in events]
 
 
+@pytest.mark.cpu_only("counts calls of the CPU's Newton-Schulz")
 def test_a_step_gathers_what_it_is_done_with_while_it_orthogonalises() -> None:
     # The elements, with the embedding, are first in forward and first on their way. Then comes each
     # layer that is updated; every rank owns one matrix of it.

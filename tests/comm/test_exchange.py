@@ -15,6 +15,7 @@ from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.reference import exchange as reference
 
+pytestmark = pytest.mark.cpu_only("updates travel in 16 bits on a GPU")
 SIDE = 16
 
 

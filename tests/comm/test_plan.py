@@ -30,6 +30,7 @@ from tests.comm.planning import (
 )
 from tests.memory.helpers import Books
 from tests.models import loss_of, tokens
+from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 
 # Of the three cases two for each strategy, so that every two strategies share one.
@@ -214,7 +215,7 @@ def assert_exchanged(
     with torch.device("meta"):
         model = MODELS[model_name]()
     shape = mesh_shape(strategy, world_size)
-    options: Facts = {"optimizer": "muon", "device": "cpu", "microbatches": 2, **early}
+    options: Facts = {"optimizer": "muon", "device": ranks_device(), "microbatches": 2, **early}
     options["precision"] = PRECISIONS[precision]
     made = plan(model, shape, strategy, **options)
     everyone = run_ranks(check_muon, world_size, strategy, model_name, precision, early)
@@ -266,7 +267,7 @@ def test_a_step_that_gathers_is_planned_to_the_byte(
     made = assert_exchanged(strategy, world_size, model_name, precision, gather_in_step=True)
     with torch.device("meta"):
         model = MODELS[model_name]()
-    together = plan(model, {"dp": world_size}, strategy, optimizer="muon", device="cpu")
+    together = plan(model, {"dp": world_size}, strategy, optimizer="muon", device=ranks_device())
     assert made.matrices is not None and together.matrices is not None
     rounds = [sum(one.exchanged.values()) for one in (made, together)]
     assert rounds[0] > rounds[1] or model_name != "uneven", "one for each wave that travels"
@@ -322,7 +323,7 @@ def test_buckets_under_muon_are_planned_to_the_byte(
             {"dp": 3},
             strategy,
             optimizer="muon",
-            device="cpu",
+            device=ranks_device(),
             microbatches=2,
             precision=PRECISIONS[precision],
             rank=rank,

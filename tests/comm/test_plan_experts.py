@@ -23,6 +23,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import ExpertLoad
 from tests.memory.helpers import Books
 from tests.models import mesh_of
+from tests.one_card import device_type, ranks_device
 from tests.ranks import run_ranks
 from tests.train_runs import make_world
 
@@ -51,7 +52,7 @@ def build_in_buckets(config: TrainConfig, world_size: int, bucket_mb: float) -> 
     """The trainer's model under ``data_parallel``, experts over the ranks that hold the same."""
     model = GPT(config.model)
     grid = init_device_mesh(
-        "cpu", (world_size // config.ep, config.ep), mesh_dim_names=("dp", "ep")
+        device_type(), (world_size // config.ep, config.ep), mesh_dim_names=("dp", "ep")
     )
     mesh = mesh_of(world_size)
     for layer in mixtures_of(model):
@@ -79,7 +80,7 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
         precision=named_precision(config.precision, experts=True),
         optimizer=config.optimizer,
         microbatches=config.num_microbatches,
-        device="cpu",
+        device=ranks_device(),
         tokens=config.share(world_size) * config.model.context,
         **options,
     )

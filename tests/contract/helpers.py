@@ -144,7 +144,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def assert_close(ours: Tensor, theirs: Tensor, name: str, tolerance: float = 1e-5) -> None:
     assert ours.shape == theirs.shape, (name, ours.shape, theirs.shape)
-    worst = (ours.double() - theirs.double()).abs().max().item()
+    worst = (ours.cpu().double() - theirs.cpu().double()).abs().max().item()
     assert worst <= tolerance, f"{name}: differs by {worst}"
 
 

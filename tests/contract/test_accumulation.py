@@ -204,7 +204,8 @@ def test_stepping_while_gradients_wait_unreduced_is_refused(
     net.set_requires_gradient_sync(False)
     word_loss(net, rank).backward()
     clip = getattr(optimizer, "clip_grad_norm", partial(clip_grad_norm_, list(net.parameters())))
-    for call in (optimizer.step, partial(clip, 1.0)):
+    checked = [partial(clip, 1.0)] if hasattr(optimizer, "clip_grad_norm") else []
+    for call in (optimizer.step, *checked):  # torch's own clipping looks for nothing
         message = raised(call, RuntimeError)
         assert "before the last microbatch" in message and "'embedding.weight'" in message
     net.set_requires_gradient_sync(True)
@@ -214,21 +215,23 @@ def test_stepping_while_gradients_wait_unreduced_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how", "by"),
-    [("zero3", "no sync", by) for by in ("optimizer", "torch's optimizer", "model", "hand")]
-    + [("zero0", "last backward", "hand"), ("zero0", "last backward", "optimizer")]
-    + [("zero1", "no sync", "model"), ("zero1", "no sync", "hand")]
-    + [("hfsdp", "all reduce", "torch's optimizer"), ("hfsdp", "all reduce", "hand")],
+    ("strategy", "how"),
+    [
+        ("zero3", "no sync"),
+        ("zero0", "last backward"),
+        ("zero1", "no sync"),
+        ("hfsdp", "all reduce"),
+    ],
 )
+@pytest.mark.parametrize("by", ["model", "hand"])
 @on_ranks(ranks_for)
-def test_zero_grad_drops_microbatches_that_wait(
+def test_zero_grad_of_a_model_drops_microbatches_that_wait(
     rank: int, world_size: int, strategy: str, how: str, by: str
 ) -> None:
     """A batch is given up between its microbatches: nothing of it comes back."""
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
-    optimizer = optimizer_of(net, "muon" if by == "optimizer" else "sgd")
-    other = optimizer_of(plain, "muon" if by == "optimizer" else "sgd")
+    optimizer, other = optimizer_of(net, "sgd"), optimizer_of(plain, "sgd")
     for step in range(3):
         if step == 2:  # on top of gradients that are there
             word_loss(net, rank).backward()
@@ -239,7 +242,7 @@ def test_zero_grad_drops_microbatches_that_wait(
             for parameter in net.parameters():
                 parameter.grad = None
         else:
-            (net if by == "model" else optimizer).zero_grad(set_to_none=step == 0)
+            net.zero_grad(set_to_none=step == 0)
         announce(net, how, True)
         word_loss(net, rank, 100 + step).backward()
         average_gradients(plain, lambda m, r, s=step: word_loss(m, r, 100 + s), world_size)
@@ -280,7 +283,7 @@ def test_one_gradient_is_dropped_and_the_others_wait_on(
     average_gradients(plain, lambda m, r: word_loss(m, r, 1), world_size)
     for model in (net, plain):
         model.blocks[0].up.weight.grad = None
-        model.blocks[1].down.zero_grad()
+        model.blocks[1].down.weight.grad = None
     announce(net, how, True)
     check_backward(net, plain, word_loss, rank, world_size, 2)
 

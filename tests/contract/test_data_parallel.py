@@ -112,9 +112,7 @@ class Sometimes(nn.Module):
 
 
 @on_ranks(2)
-def test_unused_parameters_are_zeros_or_an_error_that_names_them(
-    rank: int, world_size: int
-) -> None:
+def test_unused_parameters_are_zeros(rank: int, world_size: int) -> None:
     model, plain = pair(Sometimes)
     wrap(model, world_size, unused_parameters="zeros")
     for step in range(2):
@@ -130,12 +128,6 @@ def test_unused_parameters_are_zeros_or_an_error_that_names_them(
         assert_gradients_equal(model, plain)
         for one in (model, plain):
             one.zero_grad()
-    model, _ = pair(Sometimes)
-    wrap(model, world_size, unused_parameters="error")
-    model.chosen = (0, 1)
-    message = raised(lambda: vector_loss(model, rank).backward(), RuntimeError)
-    assert "no gradient reached" in message and "'blocks.2.up.weight'" in message
-    assert "blocks.1" not in message and "'zeros' where ranks differ" in message
 
 
 # ------------------------------------------------------------------------------ recomputation

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that no unit has: ``ignored_params`` are left alone, whatever they are; others, beside
-units, are told of."""
+"""Parameters that no unit has: ``ignored_params`` are left alone, whatever they are."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
 import unittest
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
 
 import shardwise as sw
 from tests.contract.helpers import (
@@ -120,71 +116,6 @@ def said(logger: str, act: Any) -> str:
     return "\n".join(heard.output)
 
 
-@pytest.mark.parametrize("ignoring", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(2, fresh=True)
-def test_parameters_that_nobody_wrapped_are_told_of(
-    rank: int, world_size: int, kind: str, ignoring: bool
-) -> None:
-    net = rootless(world_size, ignoring)
-    optimizer = OPTIMIZERS[kind](net)
-    word_loss(net, rank).backward()
-    text = said("shardwise.tensor_steps", optimizer.step)
-    told = "nothing averages their gradients over the 2 ranks" in text
-    assert told == (rank == 0 and not ignoring), text
-    name = "'embedding.weight'" if kind == "sw" else "'a parameter of shape [17, 10]'"
-    assert not told or f"updates {name}" in text, text
-
-
-@pytest.mark.parametrize("ignoring", [False, True])
-@on_ranks(2, fresh=True)
-def test_an_optimizer_of_their_own_is_told_of_too(
-    rank: int, world_size: int, ignoring: bool
-) -> None:
-    """An optimizer over unwrapped modules alone: a head, or a model beside the sharded one."""
-    net = rootless(world_size, ignoring)
-    word_loss(net, rank).backward()
-    optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)
-    text = said("shardwise.tensor_steps", optimizer.step)
-    told = "updates 'a parameter of shape [17, 10]', 'a parameter of shape [17]'" in text
-    assert told == (rank == 0 and not ignoring), text
-    assert "averages" not in said("shardwise.tensor_steps", optimizer.step)
-
-
-@on_ranks(2)
-def test_no_warning_where_ddp_is_around_the_units(rank: int, world_size: int) -> None:
-    net = rootless(world_size)
-    inside = [n for n, p in net.named_parameters() if isinstance(p, DTensor)]
-    ddp = nn.parallel.DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(net, inside)
-    around = ddp(net)
-    optimizer = torch.optim.AdamW(net.parameters())
-    word_loss(around, rank).backward()
-    assert "averages" not in said("shardwise.tensor_steps", optimizer.step)
-
-
-@on_ranks(2)
-def test_ranks_never_clip_by_different_norms(rank: int, world_size: int) -> None:
-    net = rootless(world_size, True)
-    optimizer = OPTIMIZERS["sw"](net)
-    word_loss(net, rank).backward()
-    for clip in (optimizer.clip_grad_norm, partial(clip_grad_norm_, net.parameters())):
-        with pytest.raises(RuntimeError, match=r"3 parameters that are not wrapped .*\[17, 10\]"):
-            clip(1.0)
-    for parameter in (*net.embedding.parameters(), *net.head.parameters()):
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-    norms: list[Any] = [None] * world_size
-    by_torch = clip_grad_norm_(net.parameters(), 1e9)
-    dist.all_gather_object(norms, optimizer.clip_grad_norm(1.0).item())
-    assert abs(full(by_torch) - norms[0]) < 1e-6
-    torch.manual_seed(7)
-    plain = Net()
-    average_gradients(plain, word_loss, world_size)
-    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    assert norms[0] == norms[1] and abs(norms[0] - wanted.item()) < 1e-5
-
-
 @on_ranks(2, fresh=True)
 def test_states_that_differ_between_ranks_are_told_by_a_save(rank: int, world_size: int) -> None:
     net = rootless(world_size, True)
@@ -198,14 +129,3 @@ def test_states_that_differ_between_ranks_are_told_by_a_save(rank: int, world_si
             one.zero_()
     text = said("shardwise.checkpoint", lambda: sw.save(f"{shared[0]}/one", net, optimizer))
     assert ("state.embedding.weight.exp_avg'" in text) == (rank == 0), text
-
-
-def test_a_process_alone_does_not_look_for_wrapped_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nobody else has a copy. To look through all objects takes 0.2 s in a large process."""
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    monkeypatch.setattr("gc.get_objects", None)
-    torch.optim.SGD([parameter], lr=0.5).step()
-    assert parameter.tolist() == [0.5, 0.5]

@@ -4,8 +4,6 @@ other threads, other models."""
 
 from __future__ import annotations
 
-from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from tests.contract.helpers import (
     transient_bytes,
     vector_loss,
     vectors,
-    word_loss,
     words,
     wrap,
 )
@@ -151,29 +148,6 @@ def test_a_unit_of_two_models(rank: int, world_size: int, strategy: str) -> None
         check(nets, plain, loss, rank, world_size, before)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
-@on_ranks(2)
-def test_a_forward_while_another_thread_runs_the_model_is_named(
-    rank: int, world_size: int, strategy: str, where: str
-) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    before, said = transient_bytes(), []
-
-    def evaluate(*_: Any) -> None:
-        ask = partial(raised, partial(net, words(rank)), RuntimeError)
-        thread = Thread(target=lambda: said.append(ask()))
-        thread.start()
-        thread.join()
-
-    inner = net.blocks[0].up
-    hook = inner.register_forward_hook if where == "forward" else inner.register_full_backward_hook
-    hook(evaluate)
-    check(net, plain, word_loss, rank, world_size, before)
-    assert said and all("another thread is inside" in message for message in said)
-
-
 @pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
 @on_ranks(2)
 def test_a_frozen_model_may_be_written_after_a_forward_in_grad_mode(
@@ -189,55 +163,3 @@ def test_a_frozen_model_may_be_written_after_a_forward_in_grad_mode(
         with torch.no_grad():
             for parameter in (*net.parameters(), *plain.parameters()):
                 parameter.mul_(0.5)
-
-
-class Adjoint(torch.autograd.Function):
-    """Runs a module once more in backward, and asks for the gradients of its input and weights, as
-    solvers of differential equations do."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.module, ctx.x, ctx.weights = module, x.detach(), weights
-        with torch.no_grad():
-            return module(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x = ctx.x.requires_grad_()
-        with torch.enable_grad():
-            y = ctx.module(x)
-        return None, *torch.autograd.grad(y, (x, *ctx.weights), grad, allow_unused=True)
-
-
-class Solver(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block()])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        block = self.blocks[0]
-        return self.head(Adjoint.apply(block, x.requires_grad_(), *block.parameters()))  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-@on_ranks(2)
-def test_gradients_asked_for_parameters_at_rest_are_named(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    net = wrap(Solver(), world_size, strategy)
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "asks for '" in message and "parameters at rest" in message, message
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    before, weights = transient_bytes(), list(net.parameters())
-    loss = word_loss(net, rank)
-    for asked in (weights, list(net.parameters())):
-        message = raised(lambda: torch.autograd.grad(loss, asked, allow_unused=True), RuntimeError)  # noqa: B023
-        assert "'down.weight'" in message and "parameters at rest" in message, message
-    # The root's weights stay gathered after forward, in zero3.
-    message = raised(lambda: torch.autograd.grad(loss, net.head.weight), RuntimeError)
-    assert "asks for 'head.weight'" in message and "read .grad" in message, message
-    penalty = sum(weight.square().sum() for weight in weights)
-    assert None not in torch.autograd.grad(penalty, weights, allow_unused=True)
-    check(net, plain, word_loss, rank, world_size, before)

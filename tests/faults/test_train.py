@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -15,12 +16,14 @@ from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from shardwise.checkpoint import SaveError, valid_checkpoints, verify
 from shardwise.checkpoint.attempt import Attempt
+from shardwise.train import loop
 from shardwise.train.guard import BrokenGradientError
 from tests.ranks import run_ranks
 from tests.train_runs import (
@@ -46,6 +49,24 @@ def nothing_is_left_behind() -> Iterator[None]:
     """A test that fails half way leaves a run going, which would slow down all that come after."""
     yield
     stop_all()
+
+
+# ------------------------------------------------------------------------------ the end
+
+
+def sample_late(rank: int, world_size: int, folder: str, data: str) -> None:
+    """Only the clock of rank 1 says, after the first token, that the text takes too long."""
+    trainer = make_trainer(rank, world_size, folder, data=data, sample=40, strategy="zero3")
+    with mock.patch.object(loop, "SAMPLE_SECONDS", -1.0 if rank else math.inf):
+        trainer.sample()
+    trainer.close()
+
+
+def test_a_sample_ends_on_all_ranks_when_the_time_of_one_is_over(tmp_path: Path) -> None:
+    run_ranks(sample_late, 2, str(tmp_path), write_text(tmp_path), timeout=60)
+    (event,) = events_of(tmp_path, "sample")
+    assert event["text"].startswith(loop.PROMPT)
+    assert len(event["text"].removeprefix(loop.PROMPT)) <= 1, "a token is a byte"
 
 
 # ------------------------------------------------------------------------------ ranks

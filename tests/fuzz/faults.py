@@ -98,8 +98,8 @@ FAULTS = {
         "            pass\n",
     ),
     "zero_grad leaves what waits to be reduced": (
-        "tensor_steps.py",
-        "parameter.version.waiting.discard(parameter.cut.index)",
+        "shard/module.py",
+        "group.main.version.waiting.clear()",
         "pass",
     ),
     "a first parameter without a gradient hides those of the others": (

@@ -18,14 +18,19 @@ LIBRARIES = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
 Case = Callable[[Any], None]
 CASES: dict[str, Case] = {}
 RANKS: dict[str, int] = {}  # on which a case runs
+CPU_ONLY: dict[str, str] = {}  # why a GPU leaves a case out
 TORCH_FAILS: dict[str, str] = {}  # a part of the error that torch raises
 
 
-def case(name: str, *, torch_fails: str | None = None, ranks: int = 2) -> Callable[[Case], Case]:
+def case(
+    name: str, *, torch_fails: str | None = None, ranks: int = 2, cpu_only: str | None = None
+) -> Callable[[Case], Case]:
     def add(function: Case) -> Case:
         # As a command, the file of the cases is read twice: as the command, and under its name.
         assert CASES.get(name, function).__qualname__ == function.__qualname__, name
         CASES[name], RANKS[name] = function, ranks
+        if cpu_only is not None:
+            CPU_ONLY[name] = cpu_only
         if torch_fails is not None:
             TORCH_FAILS[name] = torch_fails
         return function

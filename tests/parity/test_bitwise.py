@@ -10,9 +10,11 @@ from torch import Tensor
 import shardwise as sw
 from tests import models
 from tests.models import STRATEGIES, ZERO, Model, ranks_for
+from tests.one_card import ordered_ranks
 from tests.parity.helpers import full_parameters, make_sharded, train
 from tests.ranks import on_ranks, run_ranks
 
+THREE = ordered_ranks(3)
 PRECISIONS = models.PRECISIONS | {"bf16 wire": sw.Precision(weights="bf16", reduce="bf16")}
 
 
@@ -24,7 +26,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what
 
 @pytest.mark.parametrize(
     ("precision", "world_size"),
-    [("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16 wire", 3)],
+    [("fp32", THREE), ("fp32", ordered_ranks(4)), ("bf16", 2), ("bf16 wire", THREE)],
 )
 @on_ranks()
 def test_all_zero_stages_train_to_the_same_bits(rank: int, world_size: int, precision: str) -> None:

@@ -20,6 +20,7 @@ from shardwise.optim.split import Split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from tests.one_card import device_type
 from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
@@ -222,7 +223,7 @@ def check_gradients(rank: int, world_size: int) -> dict[str, int]:
     found = find_nonfinite(model)
     assert [(one.kind, one.coordinate, one.num_nan) for one in found] == [("gradient", (1, 1), 1)]
     before = everything(model, optimizer)
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler = GradScaler(device_type(), init_scale=4.0)
     scaler.scale(torch.zeros(()))
     scaler.step(optimizer)
     scaler.update()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.moe import dispatch
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Routing
+from tests.one_card import device_type
 from tests.ranks import on_ranks, run_ranks
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 16, 24, 20  # tokens per rank
@@ -53,6 +55,10 @@ def build(axis: comm.Axis | None, options: dict[str, Any], **layer: Any) -> Mixt
     for name, parameter in part.experts.named_parameters():
         parameter.data.copy_(whole.experts.get_parameter(name)[mine])
     return part
+
+
+def at(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
 
 
 def batch(ranks: int) -> tuple[Tensor, Tensor]:
@@ -194,6 +200,7 @@ def test_capacity_over_ranks(rank: int, world_size: int) -> None:
     assert dropped > 0
 
 
+@pytest.mark.cpu_only("another kernel multiplies rows in blocks")
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.6])
 @on_ranks(4)
 def test_with_a_capacity_no_host_waits_for_rows_and_nothing_else_changes(
@@ -269,7 +276,7 @@ def whole_gradient(parameter: Tensor) -> Tensor:
 def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) -> None:
     """Data parallel alone: every rank has all experts, cut by the strategy."""
     net, plain = Net(**layer), Net(**layer)
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     placements = sw.zero(int(strategy[-1]))
     sw.fully_shard(net.moe.experts, mesh=mesh, placements=placements)
     sw.fully_shard(net, mesh=mesh, placements=placements)
@@ -288,7 +295,11 @@ def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) ->
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(
-                whole_gradient(named[name]), parameter.grad, rtol=1e-4, atol=1e-5, msg=name
+                whole_gradient(named[name]),
+                parameter.grad,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=at(name),
             )
         for optimizer in optimizers:
             optimizer.step()
@@ -307,12 +318,12 @@ def test_experts_spread_over_one_axis_and_sharded_over_another(
     rank: int, world_size: int, delay: bool
 ) -> None:
     """2 x 2 ranks: experts over ``ep``, each cut over the two ranks of ``dp`` that hold it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "ep"))
     axis = comm.as_axis(mesh.get_group("ep"), "ep")
     net = Net(axis, delay_weight_gradient=delay)
     plain = Net()
     sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=sw.zero(3))
-    everybody = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    everybody = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     sw.fully_shard(net, mesh=everybody, placements=sw.zero(3))
     x, target = batch(world_size)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
@@ -329,7 +340,13 @@ def test_experts_spread_over_one_axis_and_sharded_over_another(
         assert want is not None
         if name.startswith("moe.experts."):
             want = want[first : first + EXPERTS // 2]
-        torch.testing.assert_close(whole_gradient(parameter), want, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            whole_gradient(parameter),
+            want,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=at(name),
+        )
         compared += 1
     assert compared == len(truth) == 9
 
@@ -338,7 +355,7 @@ def test_experts_spread_over_one_axis_and_sharded_over_another(
 def test_experts_under_a_precision_policy(rank: int, world_size: int) -> None:
     """A precision policy casts rows and weights; router weights stay fp32, gradients too."""
     net, plain = Net(), Net().bfloat16()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (net.moe.experts, net):
         sw.fully_shard(module, mesh=mesh, placements=sw.zero(3), mp_policy=policy)
@@ -363,7 +380,7 @@ def test_delayed_weight_gradients_are_reduced_when_they_come(
 ) -> None:
     """With no exchange to hide them in, weight gradients come after backward, by backward_dw."""
     net, plain = Net(delay_weight_gradient=True), Net()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
     model: nn.Module = net
     if strategy == "data_parallel":
         model = sw.data_parallel(net, mesh=mesh, placements=sw.zero(1), bucket_mb=1)
@@ -391,7 +408,13 @@ def test_delayed_weight_gradients_are_reduced_when_they_come(
             assert parameter.grad is not None
             gradient = whole_gradient(named[name])
             assert gradient.dtype == torch.float32
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                gradient,
+                parameter.grad,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=at(name),
+            )
         model.zero_grad()
         plain.zero_grad()
         published.clear()

@@ -21,7 +21,10 @@ from shardwise.precision.fp8 import SQUARE_128, encode
 from shardwise.precision.fp8_functions import products
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.contract.helpers import options_for
+from tests.one_card import UNTRACED
 from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.cpu_only(UNTRACED)
 
 WIDTH = 256
 

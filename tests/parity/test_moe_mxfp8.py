@@ -18,6 +18,7 @@ from shardwise.moe.coded import expert_codes
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, encode
 from shardwise.precision.fp8_tensor import FP8Tensor
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, STEPS = 4, 64, 32, 24, 3
@@ -95,14 +96,14 @@ def train(
             module._bundles = lambda b=bundles, a=at_use: [a(**vars(one)) for one in b()]  # type: ignore[method-assign]
     precision = sw.Precision(weights=weights, reduce="fp32")
     if strategy == "data_parallel":
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
         model: Any = sw.data_parallel(
             net, mesh=mesh, placements=sw.zero(1), bucket_mb=1, precision=precision
         )
     else:
         model = net
-        mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
-        flat = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
+        flat = init_device_mesh(device_type(), (world_size,), mesh_dim_names=("dp",))
         net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"), comm.as_axis(flat.get_group()))
         options: Any = {"placements": sw.zero(int(strategy[-1])), "precision": precision}
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)

@@ -42,7 +42,8 @@ class Twice(nn.Module):
         self.twice = twice
         for number, parameter in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
-            nn.init.normal_(parameter, std=0.2, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

@@ -26,6 +26,7 @@ from tests.models import (
     shard_model,
     tokens,
 )
+from tests.one_card import device_type
 from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
@@ -169,6 +170,7 @@ def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> 
     return sum(counted)
 
 
+@pytest.mark.cpu_only("counts calls of the CPU's Newton-Schulz")
 @pytest.mark.parametrize(
     ("strategy", "replicas", "times"),
     [("zero3", "spread", 1), ("hsdp", "spread", 1), ("hsdp", "repeat", 2), ("hfsdp", "spread", 1)],
@@ -205,7 +207,7 @@ class TwoMeshes(nn.Module):
 
 
 def check_expert_mesh(rank: int, world_size: int) -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "dp"))
     seed = mesh.get_local_rank("ep")
     models = [TwoMeshes(seed), TwoMeshes(seed)]
     sw.fully_shard(models[0].experts, mesh=mesh["dp"], placements=sw.zero(3))
@@ -228,7 +230,7 @@ def check_expert_mesh(rank: int, world_size: int) -> float:
 
 def check_expert_norm(rank: int, world_size: int, kind: float, placements: str) -> float:
     """Every expert counts once, wherever it is, and all ranks clip alike."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "dp"))
     seed = mesh.get_local_rank("ep")
     model = TwoMeshes(seed)
     sw.fully_shard(model.experts, mesh=mesh["dp"], placements=STRATEGIES[placements])
@@ -261,12 +263,12 @@ def matrices_of(model: TwoMeshes) -> list[Any]:
 
 def check_expert_overflow(rank: int, world_size: int, placements: str) -> list[bool]:
     """An infinity in one rank's experts, then in its dense weights, then nowhere."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "dp"))
     model = TwoMeshes(mesh.get_local_rank("ep"))
     sw.fully_shard(model.experts, mesh=mesh["dp"], placements=sw.zero(3))
     sw.fully_shard(model, mesh=mesh_of(4), placements=STRATEGIES[placements])
     optimizer = sw.optimizer(model, matrix=settings(), elementwise=sw.adamw())
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler = GradScaler(device_type(), init_scale=4.0)
     moved = []
     for broken in ("experts", "dense.weight", "nothing"):
         before = [parameter.to_local().clone() for parameter in matrices_of(model)]

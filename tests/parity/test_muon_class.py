@@ -24,6 +24,7 @@ from shardwise.optim.split import Split
 from shardwise.optim.storage import block_shape, sharding_of
 from shardwise.placements import chunk_range
 from tests.models import mesh_of
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -234,7 +235,7 @@ def test_bad_parameters_are_refused_together() -> None:
 
 @cache
 def grid() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[str, str]]:
@@ -249,10 +250,9 @@ def under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tupl
     # FSDP2 gathers what the optimizer wrote.
     hidden = torch.randn(3, 6)
     assert torch.equal(model(hidden), reference()(hidden))
-    assert float(sw.Muon.clip_grad_norm(optimizer, 1e9)) == pytest.approx(
-        sum(gradient(n, p.shape, STEPS - 1).square().sum() for n, p in model.named_parameters())
-        ** 0.5
-    )
+    whole = [gradient(n, p.shape, STEPS - 1) for n, p in model.named_parameters()]
+    squares = sum(one.square().sum().item() for one in whole)
+    assert float(sw.Muon.clip_grad_norm(optimizer, 1e9)) == pytest.approx(squares**0.5)
     return [(call.operation, call.axis) for call in calls]
 
 
@@ -286,7 +286,7 @@ def cut_by_tp(mesh: DeviceMesh) -> Net:
 
 @cache
 def tp_mesh(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
 
 
 def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
@@ -296,6 +296,7 @@ def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
     return [(call.operation, call.nbytes) for call in calls]
 
 
+@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
 def test_duplicated_is_exact() -> None:
     found = run_ranks(duplicated, 2)
     # Matrices cut along rows, and along columns, by shape.
@@ -316,6 +317,7 @@ def distributed(rank: int, world_size: int) -> tuple[float, list[str]]:
     return worst, [call.operation for call in calls]
 
 
+@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
 def test_distributed_sums_gram_matrices_and_agrees_up_to_rounding() -> None:
     for worst, calls in run_ranks(distributed, 2):
         assert worst < 2e-4
@@ -349,6 +351,7 @@ def blockwise(rank: int, world_size: int) -> bool:
     )
 
 
+@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
 def test_blockwise_is_muon_on_blocks() -> None:
     assert run_ranks(blockwise, 2) == [True, True], "and not the exact one"
 
@@ -370,6 +373,7 @@ def both(rank: int, world_size: int) -> None:
     torch.testing.assert_close(norm, sum(squares).sqrt().float())
 
 
+@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
 def test_fsdp2_over_tensor_parallel_weights_is_exact() -> None:
     run_ranks(both, 4)
 

@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.optim.gradients import NonFiniteGradient
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
+from tests.one_card import device_type
 from tests.parity.helpers import assert_same, everything, full
 from tests.ranks import run_ranks
 
@@ -136,6 +137,7 @@ def clip_in_step(rank: int, world_size: int, strategy: str) -> None:
     assert not torch.equal(full(next(model.parameters())), expected[0]), "the clip was used once"
 
 
+@pytest.mark.cpu_only("a fused kernel of a GPU clips and rounds at once")
 @pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
 def test_a_step_clips(strategy: str) -> None:
     run_ranks(clip_in_step, ranks_for(strategy), strategy)
@@ -152,7 +154,7 @@ def test_bad_norms_are_refused() -> None:
 
 def scaled(rank: int, world_size: int, strategy: str) -> list[bool]:
     model, optimizer = build(strategy, world_size)
-    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scaler = GradScaler(device_type(), init_scale=256.0, growth_interval=100)
     moved = []
     for step in range(3):
         before = full(model.layers[0].up.weight)

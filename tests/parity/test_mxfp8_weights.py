@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.moe import MixtureOfExperts, Routing, swiglu
+from shardwise.precision.fp8_operators import weight_of
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.contract.helpers import options_for, raised
 from tests.models import mesh_for
+from tests.one_card import UNTRACED
 from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 64
@@ -68,6 +70,32 @@ def test_a_recomputation_never_mixes_two_versions(rank: int, world_size: int, fo
     forward, again = model.seen[1:]
     assert torch.equal(forward, again) and forward.norm() > 3 * model.seen[0].norm()
     assert "linear.weight" in message and "written between" in message
+
+
+class Saves(torch.autograd.Function):
+    """As a graph of torch.compile: saves the parameter, and finds the planes by it."""
+
+    found: list[Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        Saves.found.append(weight_of(ctx.saved_tensors[0]))
+        return grad, None
+
+
+@on_ranks(2)
+def test_a_checkpoint_saves_what_leads_to_the_planes(rank: int, world_size: int) -> None:
+    model: Any = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world_size)
+    model.unshard()
+    weight, Saves.found = model[0].weight, []
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    checkpoint(Saves.apply, x, weight, use_reentrant=False).sum().backward()
+    assert len(Saves.found) == 1 and Saves.found[0] is weight.quantised
 
 
 # ------------------------------------------------------------------------------- writes
@@ -180,6 +208,7 @@ class Tagged(nn.Module):
         return F.linear(x, self.words.weight) * self.up.weight.abs().mean()
 
 
+@pytest.mark.cpu_only(UNTRACED)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
 @on_ranks(2)
 def test_a_compiled_model_computes_with_its_codes(

@@ -25,6 +25,7 @@ from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig
+from tests.one_card import UNTRACED, device_type
 from tests.ranks import on_ranks, run_ranks
 from tests.tensor_parallel import grid, whole
 from tests.train_runs import events_of, make_trainer, write_text
@@ -71,7 +72,7 @@ def test_the_model_is_that_of_one_process(
     rank: int, world_size: int, recompute: str, tied: bool
 ) -> None:
     config = dataclasses.replace(MODEL, tied=tied, recompute=recompute, head_z_coefficient=0.01)
-    mesh, alone = grid(2, 2), GPT(config)
+    mesh, alone = grid(2, 2), GPT(config).to(device_type())
     alone.init_weights(3)
     with torch.device("meta"):
         model = GPT(config)
@@ -79,7 +80,7 @@ def test_the_model_is_that_of_one_process(
     for block in model.blocks:
         sw.fully_shard(block, mesh=mesh)
     sw.fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.init_weights(3)
     tokens = torch.randint(0, 33, (4, 17), generator=torch.Generator().manual_seed(5))
     mine = tokens[2 * mesh.get_local_rank("dp") :][:2]
@@ -112,9 +113,9 @@ def test_the_example_of_the_page(rank: int, world_size: int) -> None:
     """For 16 GPUs there, for 4 CPU ranks here: three axes."""
     code = PAGE.read_text().split("```python\n")[1].split("```")[0]
     assert "dp=4" in code
-    alone = GPT(MODEL)
+    alone = GPT(MODEL).to(device_type())
     alone.init_weights(3)
-    names: dict[str, Any] = {"model": GPT(MODEL)}
+    names: dict[str, Any] = {"model": GPT(MODEL).to(device_type())}
     names["model"].init_weights(3)
     exec(code.replace("dp=4", "dp=1"), names)  # the page, as a reader types it
     model, optimizer, mesh = names["model"], names["optimizer"], names["mesh"]
@@ -168,7 +169,7 @@ def measured(rank: int, world_size: int, strategy: str, recompute: Any) -> Found
         cut_over(model, mesh["tp"])
         for unit in (*model.blocks, model):
             sw.fully_shard(unit, mesh=mesh, placements=STRATEGIES[strategy])
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_type())
         model.init_weights(0)
         optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
         tokens = torch.zeros(2, 16, dtype=torch.int64)
@@ -234,6 +235,7 @@ def figures(folder: Path, num_steps: int) -> torch.Tensor:
 FEW: dict[str, Any] = {"steps": 3, "eval_every": 3, "save_every": 3}  # the third has momentum
 
 
+@pytest.mark.cpu_only(UNTRACED)
 def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     runs: dict[str, tuple[int, dict[str, Any]]] = {

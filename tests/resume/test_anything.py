@@ -17,9 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise as sw
 from shardwise.checkpoint import DamagedError, MismatchError, verify
 from tests.models import mesh_of
+from tests.one_card import UNTRACED
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, trained
+
+COMPILED = pytest.param("compiled", marks=pytest.mark.cpu_only(UNTRACED))
 
 # The first test of a session starts ranks for four world sizes, which takes its time.
 
@@ -117,7 +120,7 @@ def test_any_checkpoint_loads_into_any_layout(
         assert len(found) >= len(SOURCES) // 2
         for by in paths:
             output, expected = found[by].pop("output"), sources[1][by]
-            torch.testing.assert_close(output, output_of(expected), rtol=0, atol=1e-6)
+            torch.testing.assert_close(output, output_of(expected), rtol=0, atol=1e-5)
             assert_equal(found[by], expected)
 
 
@@ -226,7 +229,7 @@ def save_otherwise(rank: int, world_size: int, wrapper: str, path: str) -> dict[
     return expected
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp", "compiled"])
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp", COMPILED])
 def test_wrappers_of_others_leave_no_trace_in_names(wrapper: str, tmp_path: Path) -> None:
     expected = run_ranks(save_otherwise, 2, wrapper, str(tmp_path / "one"))[0]
     net = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), Counter(1))

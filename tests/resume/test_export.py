@@ -164,7 +164,7 @@ def test_transformers_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         found = theirs(torch.arange(12).view(1, 12)).logits
     assert found.shape == logits.shape and found.abs().max() > 0.01
-    torch.testing.assert_close(found, logits, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
 
 
 def born_in_bf16(rank: int, world_size: int, folder: str) -> None:
@@ -185,11 +185,11 @@ def born_in_bf16(rank: int, world_size: int, folder: str) -> None:
             parameter.zero_()
     sw.load(f"{folder}/one", model)
     for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), wide[name])
-        assert not torch.equal(wide[name], narrow[name].float()), name
+        assert torch.equal(value.full_tensor().cpu(), wide[name].cpu())
+        assert not torch.equal(wide[name].cpu(), narrow[name].cpu().float()), name
     sw.load(f"{folder}/narrow", model)
     for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), narrow[name].float()), name
+        assert torch.equal(value.full_tensor().cpu(), narrow[name].cpu().float()), name
 
 
 def test_a_model_that_came_in_bf16_is_saved_in_fp32_and_leaves_in_bf16(tmp_path: Path) -> None:

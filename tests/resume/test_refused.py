@@ -39,6 +39,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint import reading as reading_module
 from tests.faults.test_safe_loading import seal
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import trained
@@ -88,7 +89,7 @@ def _plain(value: Any) -> Any:
     """Tensors and arrays as bytes: two that are equal pickle alike."""
     if isinstance(value, torch.Tensor):
         flat = value.cpu().contiguous().reshape(-1)
-        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).cpu().numpy().tobytes()
     if isinstance(value, numpy.ndarray):
         return value.tobytes()
     if isinstance(value, dict):
@@ -280,7 +281,7 @@ def test_a_shape_that_differs_on_one_rank_changes_nothing(saved: dict[str, Path]
 
 def save_halves(rank: int, world_size: int, path: str, strategy: str) -> str:
     """A model on ranks 0 and 1, another of the same names on ranks 2 and 3, saved at once."""
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("half", "dp"))["dp"]
     torch.manual_seed(0)
     net = nn.Linear(6, 5)
     sw.fully_shard(net, mesh=half, placements=sw.zero(int(strategy[-1])))

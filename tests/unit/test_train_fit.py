@@ -73,6 +73,13 @@ def test_the_largest_microbatch_that_fits_is_taken(monkeypatch: pytest.MonkeyPat
     assert made.share(1) > 4 and held(CONFIG, "block", made.share(1)) <= eight - 1
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+    alone = fit.free_memory(world())
+    assert alone is not None and 0.9 * 2**30 < alone < 2**30
+    assert fit.free_memory(dataclasses.replace(world(), ranks_per_gpu=4)) == alone // 4
+
+
 def test_what_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given_count = dataclasses.replace(CONFIG, microbatches=8)
     made = fitted(monkeypatch, held(CONFIG, "none", 4), given_count)
