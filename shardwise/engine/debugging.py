@@ -68,6 +68,7 @@ class _Watch:
         self.names = names  # of parameters, by id; others have the name of their unit's layout
         self.absent: list[str] = []  # parameters that got no gradient here, since the last step
         self.work = ""  # what collectives are for
+        self.over = False  # whether ranks were found that do other things; hooks still run then
 
     # ------------------------------------------------------------------ what comes next
 
@@ -87,9 +88,12 @@ class _Watch:
         self.absent.append(name)
 
     def _compare(self, doing: str, axis: comm.Axis) -> None:
+        if self.over:
+            return
         everyone = comm.agree(doing, axis)
         other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if other is not None:
+            self.over = True
             raise RuntimeError(
                 f"the ranks are out of step: rank {axis.peers[0]} comes to {everyone[0]}; rank "
                 f"{axis.peers[other]} comes to {everyone[other]}. Every rank must run the same "
