@@ -85,7 +85,7 @@ class Gradients:
 
     def follow(self, group: Group) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        self.main = group.main
+        self.main, self._stamp = group.main, group.main.version.count
         self.sharded, self.unsharded = group.sharded, group.unsharded
         self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
         self.device = group.device if not group.main.flat.is_meta else group.main.flat.device

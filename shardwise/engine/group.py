@@ -280,6 +280,7 @@ class Group:
         self.main = self._make_main(dtype, device)
         version = self.main.version
         version.divisions, version.count = old.version.divisions, old.version.count + 1
+        version.waiting = old.version.waiting
         version.unsynced = old.version.unsynced or (was_meta and device.type != "meta")
         for index, parameter in enumerate(self.sharded):
             fresh: Any = self._at_rest(index, parameter.requires_grad)

@@ -34,6 +34,7 @@ from shardwise.memory import weakly
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
 from shardwise.streams import annotate
+from shardwise.words import quoted
 
 # (the parameter dictionary of a module, name in it, group, index). The dictionary, not the module,
 # so that no place keeps a model alive. Tied parameters have several places.
@@ -176,10 +177,10 @@ class Unit:
             if group.is_moved and not group.without_values:
                 group.adopt()
                 self.connect()
-            if group.gradients.delayed:
+            if delayed := sorted(map(group.gradients.name, group.gradients.delayed)):
                 raise RuntimeError(
-                    f"weight gradients of unit '{self.name}' are still to be computed: call "
-                    f"backward_dw() before the next forward"
+                    f"the weight gradients of {quoted(delayed)} of unit '{self.name}' are still to "
+                    f"be computed: call backward_dw() before the next forward"
                 )
             group.follow_trainability()
             group.gradients.check_waiting()
