@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.cases import pairwise
@@ -311,3 +312,33 @@ def test_what_is_frozen_for_an_evaluation_alone_gets_its_gradient(
         loss.backward()
     assert_gradients_equal(net, plain)
     assert net.blocks[1].up.weight.grad is not None
+
+
+class AdaptedInside(nn.Module):
+    """A frozen body with trained adapters in reentrant checkpoints, as transformers train LoRA: the
+    graph of the outer backward has no parameter that is trained, and no gate of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_adapters_inside_reentrant_checkpoints_of_a_frozen_model(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net, plain = pair(AdaptedInside)
+    wrap(net, world_size, strategy)
+    for step in range(2):
+        check_backward(net, plain, vector_loss, rank, world_size, step)
+    assert all(p.grad is not None for p in net.blocks.parameters())
+    assert net.head.weight.grad is None
