@@ -313,6 +313,7 @@ SENT = {
     "run begins": "train/build train/session train/fit",
     "run goes on": "train/loop train/guard",
     "step stops": "optim/function_step",
+    "debugged": "engine/debugging",
 }
 
 
