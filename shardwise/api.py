@@ -17,8 +17,8 @@ from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
+from shardwise.shard.debugging import debug
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
@@ -43,6 +43,7 @@ __all__ = [
     "adamw",
     "comm",
     "data_parallel",
+    "debug",
     "describe",
     "find_nonfinite",
     "full_state_dict",
@@ -58,7 +59,6 @@ __all__ = [
     "muon",
     "optimizer",
     "parameter_norms",
-    "plan",
     "precision_report",
     "register_fsdp_forward_method",
     "route",

@@ -48,7 +48,6 @@ from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replica
 from shardwise.checkpoint.state import State, json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.notices import warn_once
-from shardwise.shard.initial_values import checksum
 from shardwise.tensor import ShardedTensor
 from shardwise.words import quoted
 
@@ -366,3 +365,23 @@ def _bytes_of(folder: Path, chunk: Chunk) -> bytes:
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.begin)
         return file.read(chunk.num_bytes)
+
+
+def checksum(value: Tensor) -> int:
+    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
+    if value.is_meta:
+        return 0
+    total, first = 0, 1
+    for part in _bits(value).split(1 << 22):  # in parts, because positions take memory
+        positions = torch.arange(first, first + part.numel(), device=part.device)
+        total += int((part.to(torch.int64) * positions).sum().item())
+        first += part.numel()
+    return total % (1 << 63)
+
+
+def _bits(value: Tensor) -> Tensor:
+    """A value as integers of at most 4 bytes, in one row; a view where it is contiguous."""
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+    return flat.view(width[flat.element_size()])

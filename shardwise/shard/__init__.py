@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From buffers to modules: groups, units and their phases, and the public verbs."""
+"""Sharded modules: the two public verbs, and the engine that runs them."""

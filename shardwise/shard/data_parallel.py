@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``data_parallel``: packs a whole model into buckets and divides the optimizer's work among ranks.
 
-model --> parameters in backprop order --> matrices | the rest, by dtype, format, trainability, mesh
-      --> buckets, each one flat buffer --> the same groups and phases as under ``fully_shard``
+model --> parameters in backprop order --> matrices | the rest, by dtype, trainability and mesh
+      --> buckets, each one flat buffer --> one unit, whose weights stay
 
-    rank 0   main |q0 k0|         gradients are reduce-scattered bucket by bucket during backward
-    rank 1   main       |q1 k1|   the optimizer updates the whole matrices that this rank owns
-    any rank      |q0 k0|q1 k1|   one all-gather for each bucket; parameters are views of it
+    step        the optimizer updates the whole matrices that this rank owns
+    forward     gathers  3 2 1 0    in the order of forward. Forward waits for all of them, or with
+                                    ``overlap_gather`` each module for its own
+    backward    reduces  0 1 2 3    each bucket once its gradients and those of the buckets before
+                                    it have come
 
 The place of each matrix follows from its shape and its position in the model alone. The optimizer
 reads the owner of a matrix from the same layout, and finds the matrix whole there.
@@ -14,14 +16,23 @@ reads the owner of a matrix from the same layout, and finds the matrix whole the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.shard.checks import (
+    bucket_problems,
+    check_types,
+    option_problems,
+    wrapping_problems,
+)
+from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.unit import Unit
+from shardwise.shard.wrap import PlannedBuffer, Wrapping
 from shardwise.layout import ROW, TENSOR, Grain, Item, tensor_fraction
 from shardwise.memory import weakly
 from shardwise.mesh import data_mesh, init_mesh
@@ -32,19 +43,12 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
-from shardwise.precision.policy import stores_nothing
+
+# Arithmetic beside layout, which imports nothing of the old engine; it moves with the switch.
 from shardwise.shard.buckets import plan_elements, plan_matrices
-from shardwise.shard.building import PlannedBuffer, Wrapping
-from shardwise.shard.checks import bucket_problems, check_types, option_problems
-from shardwise.shard.formats import side_in
-from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.unit import Phase, Unit
-from shardwise.shard.wrapped import Place
-from shardwise.streams import annotate
 from shardwise.words import quoted
 
 M = TypeVar("M", bound=nn.Module)
-GRAINS = (None, "tensor", ROW)
 
 
 def data_parallel(
@@ -56,7 +60,7 @@ def data_parallel(
     grain: Literal["tensor"] | Grain | None = None,
     meshes: Mapping[str, DeviceMesh] | None = None,
     matrix: MuonSettings | None = None,
-    overlap_gather: bool | str = False,
+    overlap_gather: bool = False,
     precision: Precision | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -92,10 +96,7 @@ def data_parallel(
             Newton-Schulz on each matrix is used to balance the ranks.
         overlap_gather: True: the first module that reads a bucket waits for it, not the model's
             forward. A module may then read weights of the modules that it calls only by calling
-            them. ``"step"``: in addition, the step of ``sw.optimizer`` starts to gather each bucket
-            that it has updated, while it still orthogonalises others: elementwise parameters
-            (embeddings) first, then matrices in the order of forward. Build the optimizer after
-            this call.
+            them.
         precision: the dtypes of weights, gradients and inputs.
         mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
         ignored_params: parameters to leave alone: they are not sharded, moved or reduced.
@@ -108,14 +109,12 @@ def data_parallel(
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     settings = matrix if isinstance(matrix, MuonSettings) else muon()
     job = Wrapping("data_parallel", [model], mesh, placements, precision, ignored_params)
-    found, stored = job.found, job.stored
     routes = {id(routed.parameter): routed.route for routed in routes_of(model)}
-    problems = job.spread(meshes)
+    problems = job.spread(meshes) + wrapping_problems(job)
     problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
-    problems += precision.unmatched([f.name for f in found])
-    problems += stores_nothing(precision.format, stored)
-    for f in found:
+    problems += precision.unmatched([f.name for f in job.found])
+    for f in job.found:
         problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
     job.refuse(
         problems,
@@ -123,20 +122,18 @@ def data_parallel(
         f"overlap={overlap_gather} {settings.preset} {settings.form}",
         [
             f"{routes[id(f.parameter)].kind} over {home.mesh_dim_names} {tuple(home.shape)}"
-            for f, home in zip(found, job.homes, strict=True)
+            for f, home in zip(job.found, job.homes, strict=True)
         ],
     )
-    job.install(
-        BucketedUnit,
+    unit = job.install(
         _planned_buckets(job, routes, settings, bucket_mb, grain),
-        divisors={home: float(mesh.size()) for home in job.ranks if home != mesh},
-        release_after_forward=None,
-        kept_axis=None,
+        {home: float(mesh.size()) for home in job.ranks if home != mesh},
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
-        staged=bool(overlap_gather),
-        early=overlap_gather == "step",
+        waits=not overlap_gather,
     )
+    for stage, numbers in _stages(model, unit).items() if overlap_gather else ():
+        stage.register_forward_pre_hook(weakly(unit.wait_for, numbers))
     return model
 
 
@@ -157,22 +154,20 @@ def _planned_buckets(
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position in reversed(range(len(found))):
         parameter, home = found[position].parameter, job.homes[position]
-        format = job.stored[position].format
         # A frozen matrix has no optimizer that could need it whole.
         whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
-        trained, uneven = parameter.requires_grad, found[position].uneven
-        key = (home, parameter.dtype, trained, whole, format, uneven)
+        key = (home, parameter.dtype, parameter.requires_grad, whole, found[position].uneven)
         alike.setdefault(key, []).append(position)
     # All with the grain of a matrix. The planner may cut other parameters anywhere.
     all_items = []
-    for f, stored in zip(found, job.stored, strict=True):
+    for f in found:
         shape = routes[id(f.parameter)].shape_of(f.shape)
         matrix_grain = TENSOR if len(shape) < 3 else tensor_fraction(shape[0])
-        all_items.append(Item(f.name, f.shape, matrix_grain, side_in(stored.format)))
+        all_items.append(Item(f.name, f.shape, matrix_grain))
     planned = []
     filled: set[int] = set()  # other parameters that share a bucket with matrices
     for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
-        home, dtype, trained, whole, format, uneven = key
+        home, dtype, trained, whole, uneven = key
         positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         items = [all_items[position] for position in positions]
@@ -182,43 +177,38 @@ def _planned_buckets(
         else:
             parameters = [found[position].parameter for position in positions]
             costs = [
-                matrix_cost(parameter.shape, routes[id(parameter)], settings, measured=measured)
+                _matrix_cost(parameter.shape, routes[id(parameter)], settings, measured)
                 for parameter in parameters
             ]
-            others = alike.get((home, dtype, trained, False, format, uneven), [])
+            others = alike.get((home, dtype, trained, False, uneven), [])
             fill = [all_items[position] for position in others]
             buckets = plan_matrices(items, costs, num_shards, bucket_size, fill=fill, grain=grain)
             positions += others
         for bucket in buckets:
             members = tuple(positions[member] for member in bucket.members)
             filled.update(members)
-            planned.append(PlannedBuffer(members, bucket.layout, format, home))
+            planned.append(PlannedBuffer(members, bucket.layout, home))
     return sorted(planned, key=lambda buffer: -min(buffer.members))
 
 
-def matrix_cost(
-    shape: Sequence[int], route: Route, settings: MuonSettings, *, measured: bool = False
-) -> int:
+def _matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings, measured: bool) -> int:
     """The cost of Newton-Schulz on all matrices of one parameter."""
     cost = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
     return sum(cost(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
 
 
-# ------------------------------------------------------------------------------ problems
-
-
 def _own_problems(
     model: nn.Module, placements: Placements, bucket_mb: Any, grain: Any, matrix: Any, overlap: Any
 ) -> list[str]:
     problems = []
-    if grain not in GRAINS:
+    if grain not in (None, "tensor", ROW):
         problems.append(
             f"grain={grain!r}: choose None, 'tensor' (every matrix stays whole) or sw.ROW (small "
             f"buckets)"
         )
-    if overlap is not True and overlap is not False and overlap != "step":
-        problems.append(f"overlap_gather={overlap!r}: choose True, False or 'step'")
+    if overlap is not True and overlap is not False:
+        problems.append(f"overlap_gather={overlap!r}: choose True or False")
     problems += bucket_problems(placements, bucket_mb)
     if matrix is not None and not isinstance(matrix, MuonSettings):
         problems.append(f"matrix={matrix!r}: use sw.muon(...)")
@@ -231,87 +221,20 @@ def _own_problems(
     return problems
 
 
-# ------------------------------------------------------------------------------ the unit
+# ------------------------------------------------------------------------------ overlap_gather
 
 
-class BucketedUnit(Unit):
-    """The state behind one ``data_parallel`` call: groups are buckets, in the order of backward.
-
-        step        gathers  3 2 1 0    with ``early``: each bucket once the optimizer updated it
-        forward     gathers  3 2 1 0    the buckets that are not gathered yet. Forward waits for all
-                                        of them, or with ``staged`` each module for its own
-        backward    reduces  0 1 2 3    each bucket once its gradients and those of the buckets
-                                        before it have come
-
-    The weights stay whole between steps, so nothing is released, and a bucket is reduced without
-    waiting for the rest of the model. Buckets are gathered and reduced in one fixed order,
-    whichever modules this rank's forward ran, so collectives match on all ranks.
-    """
-
-    by_group = True
-
-    def __init__(self, *wrapped: Any, staged: bool = False, **options: Any) -> None:
-        self._next = 0  # the bucket to reduce next
-        self._missing: list[int] = []  # by bucket: gradients that this backward has not brought
-        _, (model, *_), _, places = wrapped
-        stages = _stages(model, places) if staged else {}
-        super().__init__(*wrapped, staged=bool(stages), **options)
-        for stage, numbers in stages.items():
-            stage.register_forward_pre_hook(weakly(self.awaited, numbers))
-
-    def _end_forward(self, kept: bool) -> None:
-        self.wait()  # also for buckets that no module has waited for
-        super()._end_forward(kept)
-
-    def awaited(self, numbers: list[int], *_: Any) -> None:
-        """Before a module that reads these buckets runs: wait for them."""
-        if self.phase is not Phase.RESTING:
-            self.show_groups(numbers)
-
-    # ------------------------------------------------------------------ gradients
-
-    def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
-        super()._expect_gradients(comes)
-        self._next = 0
-        self._missing = [0] * len(self.groups)
-        for number, _ in self.arrivals.missing:
-            self._missing[number] += 1
-
-    def group_arrived(self, number: int) -> None:
-        """After a gradient of one bucket has come: reduce, in order, the buckets that have all of
-        their gradients."""
-        self._missing[number] -= 1
-        while self._next < len(self.groups) and not self._missing[self._next]:
-            self._reduce_next()
-
-    def _reduce_next(self) -> None:
-        group = self.groups[self._next]
-        self._next += 1
-        if group.trainable:
-            with annotate(self.name, f"reduce bucket {self._next - 1}"):
-                group.gradients.reduce(self.runtime)
-
-    def reduce(self) -> None:
-        """At the end of backward: reduce the remaining buckets, unused parameters as zeros."""
-        while self._next < len(self.groups):
-            self._reduce_next()
-
-    def rest(self) -> RuntimeError | None:
-        self._next = 0
-        return super().rest()
-
-
-def _stages(model: nn.Module, places: Sequence[Place]) -> dict[nn.Module, list[int]]:
+def _stages(model: nn.Module, unit: Unit) -> dict[nn.Module, list[int]]:
     """The buckets that each module waits for before it runs."""
     buckets_of: dict[int, set[int]] = {}  # by the dict of a module's parameters
-    for parameters, _, number, _ in places:
+    for parameters, _, number, _ in unit.places:
         buckets_of.setdefault(id(parameters), set()).add(number)
     stages: dict[nn.Module, list[int]] = {}
     for stage, readable in _modules_in_order(model):
         numbers: set[int] = set()
         for module in readable:
             numbers |= buckets_of.get(id(module._parameters), set())
-        # The root is a stage too: its unit's hook runs earlier, and shows no parameters.
+        # The root is a stage too: its unit's hook runs earlier, and waits for nothing.
         if numbers:
             stages[stage] = sorted(numbers, reverse=True)
     return stages
@@ -325,16 +248,14 @@ def _modules_in_order(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Mod
     other module is one stage: it may read all parameters below it, as attention reads the weight of
     its output projection.
     """
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    of_parameters = (nn.ParameterList, nn.ParameterDict)  # never called: the module above reads
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if any(isinstance(inner, _LISTS) for inner in module.modules()):
-            lists = [child for child in module.children() if isinstance(child, _PARAMETERS)]
-            yield module, [module, *lists]
+        if any(isinstance(inner, lists) for inner in module.modules()):
+            read = [child for child in module.children() if isinstance(child, of_parameters)]
+            yield module, [module, *read]
             waiting += list(module.children())[::-1]
         else:
             yield module, list(module.modules())
-
-
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_PARAMETERS = (nn.ParameterList, nn.ParameterDict)  # never called: the module above reads them

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow: the lanes, the memory and the running reductions that the groups of one model share. And
-whether the running code is inside a checkpoint of torch.
+"""Flow: the lanes of one model, and the reductions that are under way on them.
 
-    reductions   [3]  [2]      each is launched when its gradients are packed, and finished when a
-    compute      3  2  1       later one needs its memory, or backward is over
-
-Groups and gradients know the flow of their model; its subclass ``Runtime`` knows the units.
+A reduction is an iterator of collectives, each of which may need the result of the one before it.
+On a device all are issued at once, and lanes order them. On the host the next is issued when the
+one before has been waited for, so that messages travel while modules compute.
 """
 
 from __future__ import annotations
@@ -16,25 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.mesh import separate
-from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.streams import Lanes
 
 
-@dataclass(eq=False)
+@dataclass
 class _Reduction:
-    """A gradient reduction under way: its collectives, and a function to call after them."""
-
     collectives: Iterator[comm.Pending]
-    finish: Callable[[], None]
-    issued: bool  # whether all collectives are issued, so that finishing only waits
-    label: str
+    finish: Callable[[], None]  # once compute has waited for the result
     current: comm.Pending | None = None  # the collective to wait for next
     done: Any = None  # an event after the last collective
+    issued: bool = True  # whether no collective is still to be issued
 
 
 class SharedLanes:
@@ -50,7 +43,6 @@ class Flow:
     def __init__(
         self,
         device: torch.device,
-        *,
         lanes: Lanes | None = None,
         memory: str = "caching",
         unify: bool = False,
@@ -59,44 +51,31 @@ class Flow:
         self.source: Source = TracePool() if memory == "trace" else CACHING
         # Each reduction more under way adds the gradients of a unit to the peak of memory.
         self.max_reductions = 1
-        self.separate_reduce = False
         self.offloads = False  # whether gradients go to the host
-        # The products of all MXFP8 weights, which are decoded into the same workspace.
-        self.matmul = Emulated(workspace=Workspace())
         self._reductions: deque[_Reduction] = deque()
-        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether autograd is running, so that a forward which begins is a recomputation."""
-        return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        self._reduce_axes: dict[
+            comm.Axis, comm.Axis
+        ] = {}  # where reductions have groups of their own
 
     def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
-        """The communicator for reductions: that of the gathers, unless they are separated."""
-        return self._reduce_axes.get(axis, axis) if self.separate_reduce else axis
+        """The communicator for reductions over an axis."""
+        return self._reduce_axes.get(axis, axis)
 
     def separate_reductions(self, axes: Iterable[comm.Axis]) -> None:
         """Give reductions communicators of their own (collective: every rank calls it)."""
-        self.separate_reduce = True
-        for axis in axes:
-            if axis not in self._reduce_axes:
-                self._reduce_axes[axis] = separate(axis)
+        self._reduce_axes = {axis: separate(axis) for axis in dict.fromkeys(axes)}
+
+    def join_reductions(self) -> None:
+        self._reduce_axes = {}
 
     def launch(
-        self,
-        collectives: Iterator[comm.Pending],
-        number: int,
-        finish: Callable[[], None],
-        label: str,
+        self, collectives: Iterator[comm.Pending], finish: Callable[[], None], *, single: bool
     ) -> None:
-        """Start a reduction of ``number`` collectives. On a device, all are issued now. On the
-        host, the first is issued now, and each other when ``drain`` has waited for the one
-        before."""
-        lanes = self.lanes
-        issued = lanes.asynchronous or number <= 1
-        reduction = _Reduction(collectives, finish, issued, label)
-        lanes.join("reduce", "compute")  # the gradients were packed on the compute lane
-        self._issue(reduction)
+        """Start a reduction of what compute has packed. ``single``: it is one collective."""
+        lanes, reduction = self.lanes, _Reduction(collectives, finish)
+        reduction.issued = lanes.asynchronous or single
+        lanes.join("reduce", "compute")
+        reduction.current = next(collectives, None)
         if lanes.asynchronous:
             self._complete(reduction)
             lanes.join("outer", "reduce")
@@ -110,7 +89,7 @@ class Flow:
             if not self.lanes.asynchronous:
                 self._complete(reduction)
             self.lanes.wait("compute", reduction.done)
-            # ``finish`` holds tensors that were allocated on the reduce lane and read on others.
+            # The reduction holds tensors that were allocated on the reduce lane and read on outer.
             self.lanes.wait("reduce", reduction.done)
             reduction.finish()
 
@@ -120,45 +99,20 @@ class Flow:
         if all(reduction.issued for reduction in self._reductions):
             self.drain(self.max_reductions - 1)
 
-    def _complete(self, reduction: _Reduction) -> None:
+    @staticmethod
+    def _complete(reduction: _Reduction) -> None:
         while reduction.current is not None:
             reduction.current.wait()
-            self._issue(reduction)
-
-    def _issue(self, reduction: _Reduction) -> None:
-        comm.purpose = reduction.label
-        reduction.current = next(reduction.collectives, None)
-        comm.purpose = ""
+            reduction.current = next(reduction.collectives, None)
 
     def drop_reductions(self) -> None:
-        """Forget the reductions under way. Waits for collectives, which cannot be cancelled."""
-        for reduction in self._reductions:
+        """Forget the reductions under way. Collectives cannot be cancelled, so they are awaited."""
+        while self._reductions:
+            reduction = self._reductions.popleft()
             if reduction.current is not None:
                 reduction.current.wait()
-        self._reductions.clear()
 
     def wait_on_host(self) -> None:
         """Make the host wait for gradients that are copied to it, before they are read."""
         if self.offloads:
             self.lanes.synchronize()
-
-
-def in_checkpoint() -> bool:
-    """Whether the running code will run once more in backward, because it is inside a checkpoint of
-    torch that is not reentrant."""
-    return _packed_by(torch.utils.checkpoint._checkpoint_hook)
-
-
-def in_recomputation() -> bool:
-    """Whether such a checkpoint runs a forward once more, for the tensors that autograd saved. No
-    gradient will come to the outputs of that forward."""
-    return _packed_by(torch.utils.checkpoint._recomputation_hook)
-
-
-def _packed_by(hooks: type) -> bool:
-    """Whether these hooks of a checkpoint pack the tensors that autograd saves now."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    if top is None:
-        return False
-    pack = top[0]  # a function that the constructor of the hooks defines
-    return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)

@@ -50,9 +50,8 @@ from shardwise.precision.policy import (
     multiplies_stacks,
     short_name,
 )
-from shardwise.shard.members import stored_in
 from shardwise.shard.module import units_of
-from shardwise.shard.wrapping import Found, GrainChoice, grain_of
+from shardwise.shard.wrap import Found, GrainChoice, grain_of
 from shardwise.words import aligned, size_text
 
 logger = logging.getLogger(__name__)

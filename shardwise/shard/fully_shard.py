@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fully_shard``: makes a unit of a module. All checks run before anything changes.
 
-module tree --> parameters that no inner unit owns --> groups of equal dtype, format, trainability
+module tree --> parameters that no inner unit owns --> groups of equal dtype and trainability
             --> one flat buffer for each group     --> the module's class and hooks
 """
 
@@ -17,27 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
+from shardwise.shard.checks import (
+    check_types,
+    forward_problems,
+    option_problems,
+    placement_problems,
+    wrapping_problems,
+)
+from shardwise.shard.module import unit_of
+from shardwise.shard.wrap import GrainChoice, PlannedBuffer, Wrapping, grain_of
 from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
 from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.precision.fp8_tensor import Format
-from shardwise.shard.buckets import PROMISED_PADDING
-from shardwise.shard.building import PlannedBuffer, Wrapping
-from shardwise.shard.checks import (
-    check_types,
-    forward_problems,
-    grain_problems,
-    option_problems,
-    placement_problems,
-    step_problems,
-)
-from shardwise.shard.formats import item_of
-from shardwise.shard.module import unit_of
-from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import GrainChoice, grain_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
+PROMISED_PADDING = 8  # grain="tensor" is refused if it pads by more than an eighth
 
 
 def fully_shard(
@@ -53,7 +48,6 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     grain: GrainChoice | None = None,
-    gather_in_step: bool = False,
     unused_parameters: str = "none",
     memory: str = "caching",
     unify_streams: bool = False,
@@ -63,16 +57,7 @@ def fully_shard(
 
     Call it bottom-up: on each block, then on the model. Each call makes a *unit* of the parameters
     below the module that no earlier call has taken. The unit is gathered before the module's
-    forward and released after it.
-
-    All ranks must run the same units in the same order, and step their optimizers alike, with
-    gradients for the same parameters. Each backward compares what the ranks did since the previous
-    backward, and raises an error on every rank if they differ. It cannot detect two mistakes:
-
-    - One rank leaves out a whole iteration with its optimizer step. The next save, or the end of
-      the run, reports it.
-    - One rank alone writes to weights or gradients (``if rank == 0: p.zero_()``). Only that rank's
-      shard changes. If other ranks hold copies of the shard, the next save reports the difference.
+    forward and released after it. All ranks must run the same units in the same order.
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
@@ -88,11 +73,9 @@ def fully_shard(
             - a number k: each rank keeps 1/k of them. Backward gathers from k neighbouring ranks.
             - None (default): False for the root module, True for all others.
 
-            A view of a weight that your code keeps after forward is valid again once backward is
-            over. Between the two its memory is released, and reading the view ends the process, as
-            in FSDP2. Keep a clone of the view, or pass False.
-        shard_placement_fn: torch's argument. It is checked and has no effect: flat buffers are cut
-            along rows, and no dimension has to divide evenly.
+            A view of a weight that your code keeps is valid until the unit is released, as in
+            FSDP2.
+        shard_placement_fn: torch's argument. It is checked and has no effect.
         mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
         offload_policy: ``CPUOffloadPolicy()`` keeps main weights, gradients and optimizer state in
             host memory.
@@ -103,22 +86,13 @@ def fully_shard(
             a function of name and parameter. Default: a row. If whole rows would pad the buffers of
             a unit by more than 1/16 (with about as many ranks as rows): an element. ``"tensor"``
             promises that no matrix is cut, and is refused if that pads by more than 1/8.
-        gather_in_step: start gathering each unit inside the step of ``sw.optimizer``, as soon as
-            the unit is updated, in the order of forward. Without it the unit's forward gathers. For
-            replicated compute weights: ``zero(1)`` and ``zero(2)``. Build the optimizer after this
-            call.
-        unused_parameters: what to do for a parameter that got no gradient:
+        unused_parameters: what to do for a parameter of a unit that ran, and that got no gradient:
 
-            - ``"none"``: ``.grad`` stays None. If other ranks have a gradient, theirs becomes NaN.
-            - ``"zeros"``: ``.grad`` is zeros, but None in a unit that no rank calls. The losses of
-              ranks may depend on different parameters, with four exceptions, where the ranks are
-              out of step: a unit inside a reentrant checkpoint or with one inside, a checkpoint
-              with several outputs around several units, a unit with delayed weight gradients, and a
-              second backward over a kept graph.
-        memory: where transient buffers come from: ``"caching"`` or ``"trace"``. The value of the
-            root module counts.
-        unify_streams: run all communication on one stream. This overlaps less and lowers the memory
-            peak. The value of the root module counts.
+            - ``"none"``: ``.grad`` stays None. If other ranks have a gradient, theirs is NaN.
+            - ``"zeros"``: it counts as zeros, and ``.grad`` is not None.
+        memory: where packed gradients come from: ``"caching"`` or ``"trace"`` (memory of the step
+            before). The value of the root module counts.
+        unify_streams: run all communication on one stream. The value of the root module counts.
         meshes: other meshes for some parameters; see ``data_parallel``.
     """
     modules = list(module) if isinstance(module, list) else [module]
@@ -127,10 +101,10 @@ def fully_shard(
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     job = Wrapping("fully_shard", modules, mesh, placements, precision, ignored_params)
-    problems = job.spread(meshes)
+    problems = job.spread(meshes) + wrapping_problems(job)
+    wrong = option_problems(unused_parameters, memory, offload_policy, grain)
     ranks = job.ranks[mesh]
-    inner, wrong_grain = ranks.axes[-1], grain_problems(grain)
-    problems += option_problems(unused_parameters, memory, offload_policy)
+    inner = ranks.axes[-1]
     problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
     problems += placement_problems(shard_placement_fn, job.found)
     if meshes and type(reshard_after_forward) is int:
@@ -139,18 +113,17 @@ def fully_shard(
             f"differ from mesh to mesh; use True or False"
         )
     job.refuse(
-        problems + wrong_grain + step_problems(gather_in_step, placements),
+        problems + wrong,
         f"unused={unused_parameters} memory={memory} offload={offload_policy} "
-        f"reshard_after_forward={reshard_after_forward} gather_in_step={gather_in_step}",
-        ["" if wrong_grain else f"by {grain_of(f, grain)}" for f in job.found],
+        f"reshard_after_forward={reshard_after_forward}",
+        ["" if wrong else f"by {grain_of(f, grain)}" for f in job.found],
     )
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     job.install(
-        Unit,
         _planned_groups(job, grain),
         # An expert's gradient is a sum over the tokens of all ranks, of other meshes too.
-        divisors={
+        {
             home: float(home.size() * over.others.size)
             for home, over in job.ranks.items()
             if over.others
@@ -161,7 +134,6 @@ def fully_shard(
         kept_axis=kept_axis,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
-        early=gather_in_step,
     )
     return module
 
@@ -174,20 +146,21 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuffer]:
-    """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype, format
-    and trainability, and tensor parallelism cut all of them evenly or all unevenly. If their rows
-    fit badly together, they get several buffers."""
+    """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype and
+    trainability, and tensor parallelism cut all of them evenly or all unevenly. If their rows fit
+    badly together, they get several buffers."""
     found = job.found
-    alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
-    for position, (f, home, stored) in enumerate(zip(found, job.homes, job.stored, strict=True)):
-        key = (home, f.parameter.dtype, f.parameter.requires_grad, stored.format, f.uneven)
+    alike: dict[tuple[DeviceMesh, torch.dtype, bool, bool], list[int]] = {}
+    for position, (f, home) in enumerate(zip(found, job.homes, strict=True)):
+        key = (home, f.parameter.dtype, f.parameter.requires_grad, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
-    for (home, _, _, format, _), positions in alike.items():
-        items = tuple(item_of(found[position], grain, format) for position in positions)
+    for (home, *_), positions in alike.items():
+        items = tuple(
+            Item(found[at].name, found[at].shape, grain_of(found[at], grain)) for at in positions
+        )
         for members, layout in _laid_out(items, job.num_shards(home), grain is None):
-            in_unit = tuple(positions[member] for member in members)
-            groups.append(PlannedBuffer(in_unit, layout, format, home))
+            groups.append(PlannedBuffer(tuple(positions[at] for at in members), layout, home))
     padding = sum(group.layout.padding for group in groups)
     payload = sum(group.layout.payload for group in groups)
     if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
@@ -198,6 +171,19 @@ def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuf
             f"units, use sw.data_parallel or fewer ranks, or leave grain out"
         )
     return groups
+
+
+@lru_cache(maxsize=64)
+def _laid_out(
+    items: Sequence[Item], num_shards: int, finer: bool
+) -> list[tuple[tuple[int, ...], Layout]]:
+    """The members and the layout of each buffer. Cached, so that equal blocks of a model are laid
+    out once."""
+    items = cut_finer(items, num_shards) if finer else items
+    return [
+        (members, plan([items[member] for member in members], num_shards))
+        for members in plan_groups(items, num_shards)
+    ]
 
 
 def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
@@ -216,19 +202,6 @@ def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
 
 def _axis_names(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
-
-
-@lru_cache(maxsize=64)
-def _laid_out(
-    items: Sequence[Item], num_shards: int, finer: bool
-) -> list[tuple[tuple[int, ...], Layout]]:
-    """The members and the layout of each buffer. Cached, so that equal blocks of a model are laid
-    out once."""
-    items = cut_finer(items, num_shards) if finer else items
-    return [
-        (members, plan([items[member] for member in members], num_shards))
-        for members in plan_groups(items, num_shards)
-    ]
 
 
 def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:

@@ -1,489 +1,536 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of one group: accumulated, packed, reduced, published.
+"""Gradients of one group, from autograd and kernels to the optimizer.
 
-One microbatch of one group, and what is alive:
+A gradient goes through three of the placements, and is in at most one buffer for each:
 
-    param.grad  --pack-->  packed (wire dtype, whole)  --reduce-scatter-->  main grad (fp32, shard)
+    flat      one term of a sum on every axis: packed from autograd, or written by kernels. It is
+              kept when nothing may be sent: a microbatch without synchronisation, a delayed
+              gradient, placements that wait for the last microbatch (zero(0), zero(1))
+    waiting   as ``placements.grad`` says, the sum over microbatches: hsdp, hfsdp
+    .grad     as ``placements.main`` says, views of one block that nobody else holds, so dropping
+              ``.grad`` frees it
 
-The buffers in which gradients wait for later microbatches before they are reduced:
+    param.grad --pack--> flat (wire dtype, whole) --reduce-scatter--> .grad (main dtype, shard)
 
-    partial    whole and unreduced: zero(0), zero(1), or without gradient sync
-    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
-
-Over an axis of replicas gradients are all-reduced. Gradients that an optimizer divides between the
-replicas (``Version.divisions``) are sent only to the replica that works on them, which shows them.
-
-The reduction over an axis divides every contribution by the size of the axis, exactly once.
+Sums are scaled once, in the last collective or after it. A trainable parameter of a group that is
+reduced, to which no microbatch brought a gradient on this rank, is sent as NaN with the last
+microbatch (or as zeros, ``unused_parameters="zeros"``): nothing is sent to find out whether another
+rank has one, and if so the result is loud. Where no rank has one, ``.grad`` stays None.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.buffer import Buffer
-from shardwise.memory import CACHING, Source
-from shardwise.placements import PARTIAL, SHARD, Placement, steps
-from shardwise.shard.flow import Flow
-from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
-from shardwise.shard.whole_parameter import AUTOGRADS
-from shardwise.tensor import UNREDUCED, ShardedTensor
+from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
+from shardwise.memory import CACHING, Block, Source, counted
+from shardwise.placements import PARTIAL, SHARD, steps
+from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
 
 if TYPE_CHECKING:
+    from shardwise.shard.flow import Flow
     from shardwise.shard.group import Group
 
 
 class Gradients:
-    """The gradients of one group, from autograd to the optimizer."""
+    """The gradients of one group. Refers to its tensors, not to the group."""
 
-    def __init__(self, group: Group) -> None:
-        """Made again for each new main weight of the group. Does not keep the group alive."""
-        self.as_computed = group.precision.gradients == "computed"
-        for sharded in group.sharded if self.as_computed else ():
-            sharded.grad_dtype = None  # any
-        self.placements, self.main_weight = group.placements, group.main
-        self.sharded, self.unsharded = group.sharded, group.unsharded
-        self.main = MainGrad(group.main, group.sharded, pin=group.pin)
-        self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
-        self.device, self.ranks, self.layout = group.whole_device, group.ranks, group.layout
-        # A custom divisor for the whole mesh; None: the mean over its ranks.
-        self.divisor: float | None = None
-        self.sum_only = False  # sum on the wire and divide after, never in one pass
-        self.label = ""  # of the group, for messages
-        # By parameter: whether this backward, or one before whose gradients waited, brought one.
-        self.brought: list[bool] = []
-        self._waited: set[int] = set()  # the parameters whose gradients began to wait
-        self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
-        self.unwanted: bool = False  # a backward for inputs alone: kernels write to spare memory
-        self.keep = False  # whether gradients of this microbatch wait, unreduced, for a later one
-        self._final = True  # whether this microbatch is the last, as the user has said
-        self.last = True  # whether the gradients are reduced as far as the main grad
+    def __init__(self, group: Group, divisor: float | None) -> None:
+        self.placements, self.ranks, self.layout = group.placements, group.ranks, group.layout
+        self.divisor = divisor  # of the sum; None: the number of ranks
+        self.sum_only = False  # sum in collectives and divide after, never in one pass
+        self.last = True  # whether this microbatch is reduced as far as main
+        self.keep = False  # whether this microbatch is kept unreduced
+        self._final = True  # whether this microbatch is the last of its step, as the user said
+        self.unused = "none"
         self.source: Source = CACHING
-        # Called when a kernel has written the gradient of one parameter.
-        self.on_written: Callable[[int], None] = lambda index: None
-        # Called when the gradient of one parameter is delayed, perhaps until after this backward.
-        self.on_delayed: Callable[[int], None] = lambda index: None
-        for index, parameter in enumerate(self.unsharded):
-            parameter._gradients, parameter._index = weakref.ref(self), index
-        self._steps = {last: self._plan_steps(last) for last in (False, True)}
-        # Buffers are made when first used, so frozen groups have none.
-        self._packed: Buffer | None = None
-        self._partial: Buffer | None = None
-        self._inner: Buffer | None = None
-        self._views: dict[int, list[Tensor]] = {}  # by the id of a whole buffer
-        self._open: Buffer | None = None  # the buffer in which this microbatch is summed
-        self._open_fresh = True  # whether the contents of that buffer were undefined
-        self._written: set[int] = set()  # the parameters whose gradient a kernel has written there
-        self._in_flight = False  # whether a reduction of this group is under way
-        self._stamp: Any = None  # main.state when gradients began to wait; None: none wait
+        # Called when a gradient has come (from autograd, or a delayed one from a kernel).
+        self.arrived: Callable[[], None] = lambda: None
+        self.missing: set[int] = set()  # what this backward will bring and has not brought
+        self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
+        self._wanted: set[int] = set()  # what this backward was asked for
+        self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
+        # By parameter: whether a gradient came since the last time that they were published.
+        self.seen = [False] * len(self.layout.items)
+        self.flat: Tensor | None = None
+        self._block: Block | None = None  # the memory of ``flat``, if it comes back to a source
+        self._packed: Block | None = None
+        self._view_cache: tuple[Any, list[Tensor]] = (None, [])
+        self._waiting: Tensor | None = None
+        self._stamp = 0  # how often main had been written when gradients began to wait
+        self._in_flight = False
+        self._nodes: dict[int, Any] = {}
+        self._shares_of: Any = None  # the divisions for which these were planned
+        self._shares_by_axis: dict[int, Shares] = {}
+        axes = range(len(self.ranks.sizes))
+        grad, main, everywhere = self.placements.grad, self.placements.main, (PARTIAL,) * len(axes)
+        several = [size > 1 for size in self.ranks.sizes]
+        # (axis, whether it scatters): in each microbatch, and in the last one only.
+        self._inside = [
+            (s.axis, s.there == SHARD) for s in steps(everywhere, grad) if several[s.axis]
+        ]
+        self._outside = [(s.axis, s.there == SHARD) for s in steps(grad, main) if several[s.axis]]
+        self._waits = PARTIAL in grad  # whether reductions wait for the last microbatch
+        self._nothing_inside = all(placement == PARTIAL for placement in grad)
+        self._scatters = any(scatters for _, scatters in self._inside + self._outside)
 
-    def take_over(self, before: Gradients) -> None:
-        """Continue ``before``: the same parameters in memory of another dtype or device. ``.grad``
-        of each parameter has been converted already."""
-        self.divisor, self.sum_only, self.label = before.divisor, before.sum_only, before.label
-        for name in ("_partial", "_inner"):
-            old = getattr(before, name)
-            if old is not None and old.block.live:
-                dtype = self.main_weight.dtype
-                new = self._buffer(dtype, "grad_accumulator", old.placements)
-                new.block.acquire(CACHING)
-                new.flat.copy_(old.flat)
-                setattr(self, name, new)
-        if before._waited:
-            self._waited, self._stamp = before._waited, self.main_weight.state
-            self.main_weight.version.waiting = before.main_weight.version.waiting
+    def follow(self, group: Group) -> None:
+        """Take over the tensors of a group, which may be new after a move."""
+        self.main, self._stamp = group.main, group.main.version.count
+        self.sharded, self.unsharded = group.sharded, group.unsharded
+        self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
+        self.device = group.device if not group.main.flat.is_meta else group.main.flat.device
+        self.pin = group.pin
+        self._packed, self._nodes = None, {}
+        me = weakref.ref(self)
+        for index, leaf in enumerate(self.unsharded):
+            leaf._gradients, leaf._index = me, index
+        self.listen()
 
-    # ------------------------------------------------------------------ where gradients go
+    def move(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Let gradients of earlier microbatches follow the parameters (``module.to(...)``)."""
+        for name in ("flat", "_waiting"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, counted(fn(value), "grad_accumulator"))
 
-    def begin(self, *, sync: bool, last: bool, zeros: bool, unwanted: bool = False) -> None:
-        """A backward begins. ``sync``: reduce its gradients. ``last``: reduce as far as the main
-        grad. ``zeros``: parameters without a gradient show zeros. ``unwanted``: the backward is for
-        inputs alone."""
-        self.shows_zeros, self.unwanted = zeros, unwanted
-        waiting = [placement == PARTIAL for placement in self.placements.grad]
-        self.last = sync and (last or not any(waiting))
+    def name(self, index: int) -> str:
+        return self.layout.items[index].name
+
+    def listen(self) -> None:
+        """Be called for each gradient that autograd has brought. The node that ends a leaf's
+        gradient runs once in each backward that reaches the leaf, also if a kernel has written the
+        gradient elsewhere. A leaf refers to its node weakly, and hooks go with it: keep it."""
+        me = weakref.ref(self)
+        for index, leaf in enumerate(self.unsharded):
+            if not leaf.requires_grad or index in self._nodes:
+                continue
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+            node.register_hook(partial(_brought, me, index))
+            self._nodes[index] = node
+
+    # ------------------------------------------------------------------ one backward
+
+    @property
+    def comes(self) -> bool:
+        """Whether the backward that runs now brings the gradient of some parameter."""
+        return any(will_run(node) for node in self._nodes.values())
+
+    def begin(self, sync: bool, last: bool, unused: str) -> None:
+        """Backward has come to the unit. ``sync``: send gradients. ``last``: of this step."""
+        self.last = sync and (last or not self._waits)
         self._final = last
-        self.keep = not sync or (all(waiting) and not last)
-        self._drop_waiting()
+        self.keep = not sync or (self._nothing_inside and not last)
+        self.unused, self._wanted, self.missing = unused, set(), set()
+        self.expect()
 
-    def count_waiting(self) -> None:
-        """No backward comes: only the gradients that wait will be reduced."""
-        waiting = self.main_weight.version.waiting
-        self.brought = [index in waiting for index in range(len(self.unsharded))]
+    def expect(self) -> None:
+        """Count what the graph that runs now will bring."""
+        for index, node in self._nodes.items():
+            if index not in self._wanted and self.unsharded[index].requires_grad and will_run(node):
+                self._wanted.add(index)
+                self.missing.add(index)
+
+    def is_wanted(self, index: int) -> bool:
+        """Whether the backward that runs now (perhaps that of a reentrant checkpoint) brings this
+        gradient, or a kernel will."""
+        if index in self._wanted or index in self.delayed:
+            return True
+        return index in self._nodes and will_run(self._nodes[index])
+
+    def delay(self, index: int) -> None:
+        """A kernel will write this gradient later. It needs no weight for that."""
+        self.delayed.add(index)
+
+    def kernel_wrote(self, index: int) -> None:
+        """A kernel has written, or added to, the gradient of one parameter."""
+        self.written.add(index)
+        if index in self.delayed:
+            self.delayed.discard(index)
+            self.arrived()
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for the gradient of one parameter in this microbatch, and whether its contents
-        are undefined. Spare memory, if the gradient is unwanted."""
-        if self.unwanted:
+        are undefined. Spare memory, if nobody asked for the gradient."""
+        if not self.is_wanted(index):
             shape = self.layout.items[index].shape
             return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
-        target = self._open_target()
-        return self._views_of(target)[index], self._open_fresh and index not in self._written
+        with torch.no_grad():
+            self._open()
+        return self._views()[index].data, index not in self.written
 
-    def mark_written(self, index: int) -> None:
-        """A kernel has defined the gradient of one parameter in this microbatch."""
-        if not self.unwanted:
-            self._written.add(index)
-
-    def _open_target(self) -> Buffer:
-        if self._open is None:
-            target, self._open_fresh = self._choose()
-            target.block.acquire(self._source_of(target))
-            self._open = target
-        return self._open
-
-    def _choose(self) -> tuple[Buffer, bool]:
-        """The buffer in which this microbatch is summed, and whether its contents are undefined."""
-        if self.keep or (self._partial is not None and self._partial.block.live):
-            dtype = self.main_weight.dtype
-            self._partial = self._partial or self._buffer(dtype, "grad_accumulator")
-            return self._partial, not self._partial.block.live
-        main_fresh = self.main.fresh
-        # If nothing is scattered or cast, sum in the main grad itself and reduce it in place.
-        unscattered = self.ranks.num_shards(self.placements.main) == 1
-        if (
-            unscattered
-            and self.wire_dtype == self.main_weight.dtype
-            and self.device == self.main_weight.flat.device
-            and self.last
-            and not self._inner_waits
-            and (main_fresh or self._alone)
-        ):
-            main = self.main.ready(unused=True) if main_fresh else self.main.repaired()
-            return main, main_fresh
-        self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
-        return self._packed, True
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of earlier microbatches wait to be reduced, or reduced further."""
-        return self._inner_waits or (self._partial is not None and self._partial.block.live)
-
-    @property
-    def _inner_waits(self) -> bool:
-        """Whether gradients of earlier microbatches were reduced over the inner axes, and wait to
-        be reduced over the outer axes."""
-        return self._inner is not None and self._inner.block.live
-
-    @property
-    def _alone(self) -> bool:
-        """Whether a gradient needs no reduction: there is one rank, and no divisor."""
-        return all(size == 1 for size in self.ranks.sizes) and self.divisor is None
-
-    def _buffer(
-        self, dtype: torch.dtype, kind: str, placements: Sequence[Placement] | None = None
-    ) -> Buffer:
-        """A buffer without memory. ``placements``: None for whole, unreduced gradients."""
-        placements = placements or (PARTIAL,) * len(self.ranks.sizes)
-        buffer = Buffer(self.layout, self.ranks, placements, dtype, self.device, kind)
-        buffer.block.release(CACHING)
-        buffer.block.moved = partial(self._views.pop, id(buffer), None)  # to be made again
-        return buffer
-
-    def _source_of(self, buffer: Buffer) -> Source:
-        """The source of the memory of a buffer. Only packed gradients are freed within the
-        backward that makes them."""
-        return self.source if buffer is self._packed else CACHING
-
-    def _views_of(self, buffer: Buffer) -> list[Tensor]:
-        if buffer is self.main.buffer:
-            return self.main.views()
-        views = self._views.get(id(buffer))
-        if views is None:
-            views = self._views[id(buffer)] = buffer.views()
-        return views
-
-    # ------------------------------------------------------------------ one microbatch
-
-    def reduce(self, runtime: Flow) -> None:
-        """Reduce the gradients of this microbatch as far as ``begin`` has set."""
-        # Free memory first: the reductions under way and this one must not exceed the limit.
-        runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
-        last = self.last
-        if self.as_computed and self._take_computed():
-            runtime.launch(iter(()), 0, partial(self._publish, runtime), self.label)
-            return
-        target = self._open_target()
-        self._pack(target)
-        self._open, self._written = None, set()
-        if self.keep:
-            self._wait()
-            return
-        if target is self._partial and self.wire_dtype != target.dtype:
-            self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
-            self._packed.block.acquire(self.source)
-            self._packed.flat.copy_(target.flat)
-            self._release(target)
-            target = self._packed
-        fresh = last and self.main.fresh
-        if last and fresh:
-            self.main.ready(unused=target is not self.main.buffer)
-        elif last and target is not self.main.buffer:
-            self.main.repaired()
-        self._in_flight = True
-        held: list[Tensor] = []
-        collectives = self._reduction(runtime, target, last, fresh, held)
-        # Replicas that divide matrices split a step into two collectives.
-        number = len(self._steps[last]) * (2 if self.main.divisions else 1)
-        finish = partial(self._finish, runtime, target, last, held)
-        runtime.launch(collectives, number, finish, self.label)
-        if last and self.main.buffer is not None and runtime.lanes.asynchronous:
-            # Make other writers wait: autograd may add the gradient of a penalty on weights.
-            done = runtime.lanes.mark("outer")
-            self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
-
-    def _take_computed(self) -> bool:
-        """Take the gradients as autograd computed them, without a copy. Possible if this rank has
-        every parameter whole, nothing else is to be added, and each parameter got a gradient.
-        Returns whether they were taken."""
-        main = self.main_weight
-        whole = self._alone and all(one.cut.tile is None for one in self.sharded)  # type: ignore[attr-defined]
-        if not (whole and self._final and self.device == main.flat.device) or self.keep:
-            return False
-        if self._open is not None or self.waits or not self.main.fresh:
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            grads = list(map(AUTOGRADS.__get__, self.unsharded))
-            if not all(map(self._is_exact, grads)):
-                return False
-            for parameter in self.unsharded:
-                AUTOGRADS.__set__(parameter, None)
-        self.brought = [True] * len(grads)
-        self.main.take(grads)
-        return True
-
-    def _release(self, buffer: Buffer) -> None:
-        """Give the memory of a buffer back."""
-        buffer.block.release(self._source_of(buffer))
-
-    def _is_exact(self, grad: Tensor | None) -> bool:
-        """Whether this gradient has the values that the main gradient would have."""
-        if grad is None or isinstance(grad, ShardedTensor) or grad.layout is not torch.strided:
-            return False
-        main = self.main_weight.dtype
-        exact = grad.is_contiguous() and torch.promote_types(grad.dtype, main) == main
-        return exact and self.wire_dtype in (main, grad.dtype)
-
-    def _pack(self, target: Buffer) -> None:
-        """Bring the gradients that autograd has left into ``target``, in one pass over all."""
-        views = self._views_of(target)
-        into, values = [], []
-        came = [True] * len(self.unsharded)
-        with torch._C.DisableTorchFunctionSubclass():  # faster: no dispatch for each attribute
-            grads = list(map(AUTOGRADS.__get__, self.unsharded))
-            for parameter in self.unsharded:
-                AUTOGRADS.__set__(parameter, None)
-        for index, (parameter, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
-            if parameter._added:
-                parameter._added = False
-                if grad is not None and parameter.others_count:
-                    views[index].add_(parameter.local_gradient(grad))
-            elif grad is not None:
-                into.append(views[index])
-                values.append(parameter.local_gradient(grad))
+    def _open(self) -> Tensor:
+        """The flat gradient of this microbatch."""
+        if self.flat is None:
+            numel, self.written = self.layout.numel, set()
+            if self.keep or self._becomes_grad:
+                fresh = torch.empty(numel, dtype=self.main.dtype, device=self.device)
+                self.flat = counted(fresh, "grad" if self._becomes_grad else "grad_accumulator")
+            elif self._scatters and not self._in_flight:  # else that memory is being sent
+                if self._packed is None:
+                    args = numel, self.wire_dtype, self.device
+                    self._packed = Block(*args, "grad_transient")
+                    self._packed.release(CACHING)  # the source may have other memory
+                self._packed.acquire(self.source)
+                self._block, self.flat = self._packed, self._packed.tensor
             else:
-                came[index] = False
-                if self._open_fresh:
-                    views[index].zero_()
-        waiting = self.main_weight.version.waiting
-        self.brought = [here or index in waiting for index, here in enumerate(came)]
-        if self.last and not (self.shows_zeros or self._alone):
-            for index in self._lacking():
-                views[index].fill_(torch.nan)
-        if into:
-            combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
-            combine(into, values)
+                fresh = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
+                self.flat = counted(fresh, "grad_transient")
+        return self.flat
 
-    def _lacking(self) -> list[int]:
-        """The parameters that nothing has brought a gradient, in this step. If another rank has
-        one, NaN in its place says so; if none has, nobody looks at it."""
-        with plain_attributes():
-            shown = list(map(read_grad, self.sharded))
-        return [
-            index
-            for index, brought in enumerate(self.brought)
-            if not brought and shown[index] is None
-        ]
+    @property
+    def _becomes_grad(self) -> bool:
+        """Whether nothing is scattered or cast, so that ``flat`` is reduced to ``.grad`` in
+        place."""
+        main = self.main
+        alike = (self.wire_dtype, self.device) == (main.dtype, main.flat.device)
+        return alike and main.flat.numel() == self.layout.numel
 
-    def _reduction(
-        self, runtime: Flow, target: Buffer, last: bool, fresh: bool, held: list[Tensor]
-    ) -> Iterator[comm.Pending]:
-        """Issue the collectives one after another. The caller waits for each. ``held``: a list for
-        tensors that must live until the reduction is done."""
-        lanes = runtime.lanes
-        current, lane = target.flat, "reduce"
-        planned = self._steps[last]
-        main = self.main.buffer if last else None
-        inner_live = self._inner_waits
-        divisors = self._divisors(planned)
-        for position, (axis, scatter, outer) in enumerate(planned):
-            if outer and lane == "reduce":
-                if inner_live:  # add the earlier microbatches before the outer reduction
-                    with lanes.on("reduce"):
-                        current = self._join_inner(current)
-                    held.append(current)  # the outer lane reads it
-                    inner_live = False
-                lane = "outer"
-                lanes.join("outer", "reduce")
-            with lanes.on(lane):  # type: ignore[arg-type]
-                link = runtime.reduce_axis(self.ranks.axes[axis])
-                divisor = divisors[position]
-                on_wire = None if self.sum_only else divisor
-                if scatter:
-                    # In place, unless the result can go to the main grad at once.
-                    whole, current = current, current.view(link.size, -1)[link.rank]
-                    if position == len(planned) - 1 and fresh and main is not None:
-                        alike = (main.dtype, main.flat.device) == (current.dtype, current.device)
-                        current = main.flat if alike else current
-                    yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
-                elif self.main.divisions:  # some gradients are sent to one replica only
-                    yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
-                else:
-                    yield comm.all_reduce(current, link, divisor=on_wire)
-                if self.sum_only and divisor is not None:
-                    current.div_(divisor)
-        with lanes.on(lane):  # type: ignore[arg-type]
-            if inner_live and last:
-                current = self._join_inner(current)
-            if last and not planned and self.divisor is not None:
-                current.div_(self.divisor)
-            self._store(current, last, fresh)
+    def _views(self) -> list[Tensor]:
+        """The part of each parameter in ``flat``."""
+        flat = self.flat
+        assert flat is not None
+        key = (id(flat), flat.untyped_storage()._cdata)
+        if self._view_cache[0] != key:
+            views = self.layout.pieces(0, self.layout.num_shards)
+            made = [flat.as_strided(shape, strides, at) for _, _, at, shape, strides in views]
+            self._view_cache = key, made
+        return self._view_cache[1]
 
-    def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
-        """(axis, whether it scatters, whether it runs in the last microbatch only), in order."""
-        grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
-        inside = steps((PARTIAL,) * len(grad), grad)
-        outside = steps(grad, main) if last else ()
-        planned = [(axis, there == SHARD, False) for axis, _, there in inside]
-        # If no axis is reduced in each microbatch, the whole reduction runs on one lane.
-        planned += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
-        return [step for step in planned if sizes[step[0]] > 1]
+    # ------------------------------------------------------------------ reduce
 
-    def _divisors(self, planned: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
-        """The divisor of each step: the size of its axis. The first step applies a custom divisor,
-        also if it is an outer step (because the inner axes have one rank)."""
-        if self.divisor is None:
-            return [float(self.ranks.sizes[axis]) for axis, _, _ in planned]
-        return [self.divisor if position == 0 else None for position in range(len(planned))]
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait here for a reduction."""
+        waits = self._waiting is not None and not self._in_flight
+        return self.flat is not None or waits or self.has_unpacked
 
-    def _join_inner(self, current: Tensor) -> Tensor:
-        """The sum of this microbatch and those that wait for the outer reduction."""
-        assert self._inner is not None
-        total = self._inner.flat.add_(current)
-        return total if total.dtype == current.dtype else total.to(current.dtype)
-
-    def _store(self, value: Tensor, last: bool, fresh: bool) -> None:
-        """Put a reduced gradient into the main grad, or where it waits for later microbatches."""
-        if last:
-            assert self.main.buffer is not None
-            into = self.main.buffer.flat
-            if into.data_ptr() == value.data_ptr():
-                return
-        else:
-            dtype, grad = self.main_weight.dtype, self.placements.grad
-            self._inner = self._inner or self._buffer(dtype, "grad_accumulator", grad)
-            fresh = not self._inner.block.live
-            self._inner.block.acquire(CACHING)
-            into = self._inner.flat
-            self._wait()
-        if fresh:
-            into.copy_(value, non_blocking=True)
-        else:
-            into.add_(value.to(into.device))
-
-    def _finish(self, runtime: Flow, target: Buffer, last: bool, held: list[Tensor]) -> None:
-        """The reduction is done, and the compute lane has waited for it."""
-        self._in_flight = False
-        held.clear()
-        if target is not self.main.buffer:
-            self._release(target)
-        if last:
-            if self.main.buffer is not None:
-                self.main.buffer.version.reading = None
-            if self._inner is not None:
-                self._inner.block.release(CACHING)
-            self._wait_no_more()
-            self._publish(runtime)
-
-    def _publish(self, runtime: Flow) -> None:
-        """Show the gradients as ``.grad``, and call the hooks of the parameters."""
-        hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
-        if hooked:
-            runtime.wait_on_host()  # hooks may read the gradients on the host
-        for parameter in hooked:
-            for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
-                hook(parameter)
-
-    # ------------------------------------------------------------------ between backwards
-
-    def tidy(self) -> None:
-        """Prepare for a forward: give back the memory of gradients that the user dropped."""
-        self.main.give_back()
-        self._drop_waiting()
-        if self._stamp is not None and self._stamp != self.main_weight.state:
-            names = [item.name for item in self.layout.items]
+    def check_waiting(self) -> None:
+        """Raise if main was written while microbatches wait."""
+        waits = self.flat is not None or self._waiting is not None
+        if waits and self._stamp != self.main.version.count:
             raise RuntimeError(
-                f"the main weights of {names} changed while their gradients waited to be reduced: "
-                f"the optimizer stepped before the last microbatch. {UNREDUCED}"
+                f"the main weights of '{self.name(0)}' and others changed while their gradients "
+                f"waited to be reduced: the optimizer stepped before the last microbatch. "
+                f"{UNREDUCED}"
             )
 
-    def unreduced(self) -> list[int]:
-        """Parameters whose gradient of this microbatch has come and was not reduced."""
-        with plain_attributes():
-            grads = list(map(read_grad, self.unsharded))
-        if not self._written and all(map(is_, grads, repeat(None))):
-            return []
-        return [i for i, grad in enumerate(grads) if grad is not None or i in self._written]
+    @property
+    def has_unpacked(self) -> bool:
+        """Whether autograd has left gradients on the leaves."""
+        return any(GRAD.__get__(leaf) is not None for leaf in self.unsharded)
 
-    def kept(self) -> list[int]:
-        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
-        waiting = self.main_weight.version.waiting
-        with plain_attributes():
-            grads = map(read_grad, self.sharded)
-            return [i for i, grad in enumerate(grads) if i in waiting or grad is not None]
-
-    def discard(self) -> None:
-        """Forget all gradients, also those that wait (``reset_iter_state``)."""
-        for parameter in self.unsharded:
-            parameter.grad = None  # of the parameter at rest too
-            parameter._added = False
-        for buffer in (self._packed, self._partial, self._inner):
-            if buffer is not None:
-                self._release(buffer)
-        self._open, self._written, self._in_flight = None, set(), False
-        self._wait_no_more()
-
-    def _wait(self) -> None:
-        """Note that the gradients summed so far wait for a later microbatch."""
-        self._stamp = self.main_weight.state
-        self._waited = {index for index, brought in enumerate(self.brought) if brought}
-        self.main_weight.version.waiting = set(self._waited)
-
-    def _drop_waiting(self) -> None:
-        """Forget the waiting gradients of parameters whose ``.grad`` was dropped or set."""
-        waiting = self.main_weight.version.waiting
-        dropped = self._waited - waiting
-        if not dropped:
+    @torch.no_grad()
+    def reduce(self, flow: Flow) -> None:
+        """Pack, and bring gradients as far as this microbatch asks for."""
+        # Free memory first: the reductions under way and this one must not exceed the limit.
+        flow.drain(0 if self._in_flight else flow.max_reductions - 1)
+        self._pack()
+        version = self.main.version
+        self._stamp = version.count
+        if self.keep:
+            version.waiting = {index for index, seen in enumerate(self.seen) if seen}
             return
-        for buffer in (self._partial, self._inner):
-            if buffer is not None and buffer.block.live and not waiting:
-                self._release(buffer)
-            elif buffer is not None and buffer.block.live:
-                for index in sorted(dropped):
-                    buffer.view(index).zero_()
-        if waiting:
-            self._waited = set(waiting)
+        last = self.last
+        self._fill(last and self._final)
+        flat, block = self._taken()
+        divisor = self._divisor if last else None
+        joins = self._waiting is not None
+        chain = [*self._inside, *self._outside] if last else self._inside
+        in_collective = divisor if (self._outside or not joins) and not self.sum_only else None
+        ready = self._room_for_result(flat) if last else None
+        if last:
+            came, self.seen = self.seen, [False] * len(self.seen)
         else:
-            self._wait_no_more()
+            came = []
+            version.waiting = {index for index, seen in enumerate(self.seen) if seen}
+        self._in_flight = True
+        held: list[Tensor] = [flat]
+        collectives = self._collectives(flow, flat, chain, ready, divisor, in_collective, held)
+        finish = partial(self._finish, flow, block, held, ready, came)
+        flow.launch(collectives, finish, single=len(chain) <= 1 and not version.divisions)
 
-    def _wait_no_more(self) -> None:
-        self._stamp, self._waited = None, set()
-        self.main_weight.version.waiting = set()
+    @property
+    def _divisor(self) -> float | None:
+        """The divisor of the sum; None for one."""
+        divisor = math.prod(self.ranks.sizes) if self.divisor is None else self.divisor
+        return None if divisor == 1 else float(divisor)
+
+    def _pack(self) -> None:
+        """Bring what autograd left on the leaves into ``flat``, in one pass over all."""
+        self._open()
+        views, written = self._views(), self.written
+        fresh: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        with plain_attributes():
+            grads = [GRAD.__get__(leaf) for leaf in self.unsharded]
+            for leaf, grad in zip(self.unsharded, grads, strict=True):
+                if grad is not None:
+                    GRAD.__set__(leaf, None)
+        for index, (leaf, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
+            if leaf._added:
+                leaf._added = False
+                if not leaf.others_count:
+                    continue  # a kernel wrote the gradient, and this one is a dummy
+            if grad is not None:
+                pair = views[index], leaf.local_gradient(grad)
+                (more if index in written else fresh).append(pair)
+                written.add(index)
+        if fresh:
+            torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
+        if more:
+            torch._foreach_add_([view for view, _ in more], [grad for _, grad in more])
+        self.seen = [seen or index in written for index, seen in enumerate(self.seen)]
+
+    def _fill(self, final: bool) -> None:
+        """Define the parts of ``flat`` that nobody wrote. (Padding is never read.)"""
+        if len(self.written) == len(self.unsharded):
+            return
+        loud: list[Tensor] = []
+        quiet: list[Tensor] = []
+        for index, view in enumerate(self._views()):
+            if index not in self.written:
+                absent = final and self.unused == "none" and self.unsharded[index].requires_grad
+                absent = absent and not self.seen[index] and self.sharded[index].grad is None
+                (loud if absent else quiet).append(view)
+                if absent and comm.observer is not None:
+                    comm.observer.lacks(self.name(index))
+        if quiet:
+            torch._foreach_zero_(quiet)
+        for view in loud:
+            view.fill_(torch.nan)
+
+    def _taken(self) -> tuple[Tensor, Block | None]:
+        """``flat`` in the wire dtype, with the block that its memory comes from."""
+        assert self.flat is not None
+        flat, block = self.flat, self._block
+        self.flat = self._block = None
+        self.written = set()
+        if flat.dtype != self.wire_dtype:
+            kept, self.keep = flat, False
+            flat, block = self._open().copy_(kept), self._block
+            self.flat = self._block = None
+        if block is None:
+            self._view_cache = (None, [])
+        return flat, block
+
+    def _room_for_result(self, flat: Tensor) -> Tensor:
+        """Memory for the new gradients, which nobody else will hold."""
+        main = self.main
+        if self._becomes_grad:
+            return flat
+        pin = self.pin and main.flat.device.type == "cpu"
+        made = torch.empty(
+            main.flat.numel(), dtype=main.dtype, device=main.flat.device, pin_memory=pin
+        )
+        return counted(made, "grad")
+
+    def _collectives(
+        self,
+        flow: Flow,
+        flat: Tensor,
+        chain: Sequence[tuple[int, bool]],
+        ready: Tensor | None,
+        divisor: float | None,
+        in_collective: float | None,
+        held: list[Tensor],
+    ) -> Iterator[comm.Pending]:
+        """Issue the collectives one after another; the caller waits for each."""
+        lanes, current, lane = flow.lanes, flat, "reduce"
+        num_inside = len(self._inside)
+        for position, (axis, scatters) in enumerate(chain):
+            if position == num_inside:
+                if self._waiting is not None:  # earlier microbatches, before the outer reduction
+                    with lanes.on("reduce"):
+                        current = self._joined(current)
+                    held.append(current)
+                if num_inside:
+                    lane = "outer"
+                    lanes.join("outer", "reduce")
+            is_last = position == len(chain) - 1
+            on_wire = in_collective if is_last else None
+            with lanes.on(lane):  # type: ignore[arg-type]
+                link = flow.reduce_axis(self.ranks.axes[axis])
+                if scatters:
+                    whole, current = current, current.view(link.size, -1)[link.rank]
+                    if is_last and ready is not None and self._waiting is None:
+                        alike = (ready.dtype, ready.device) == (current.dtype, current.device)
+                        current = ready if alike else current
+                    yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
+                elif self.main.version.divisions:
+                    yield from reduce_shares(current, self._shares(axis), link, on_wire)
+                else:
+                    yield comm.all_reduce(current, link, divisor=on_wire)
+        with lanes.on(lane):  # type: ignore[arg-type]
+            self._store(current, ready, divisor if in_collective is None or not chain else None)
+
+    def _store(self, current: Tensor, ready: Tensor | None, divisor: float | None) -> None:
+        """Put a reduced gradient where it is published from, or where it waits."""
+        if ready is None:
+            if self._waiting is None:
+                made = torch.empty(current.numel(), dtype=self.main.dtype, device=self.device)
+                self._waiting = counted(made, "grad_accumulator").copy_(current)
+            else:
+                self._waiting.add_(current)
+            return
+        if self._waiting is not None and not self._outside:
+            current = self._joined(current)
+        self._waiting = None
+        if divisor is not None:
+            current.div_(divisor)
+        if ready.data_ptr() != current.data_ptr():
+            ready.copy_(current, non_blocking=True)
+
+    def _joined(self, current: Tensor) -> Tensor:
+        """The sum of this microbatch and those that wait."""
+        assert self._waiting is not None
+        total, self._waiting = self._waiting.add_(current), None
+        return total.to(current.dtype)
+
+    def _shares(self, axis: int) -> Shares:
+        """The elements that the reduction over an axis brings to each replica, where replicas
+        divide the gradients of an optimizer between themselves."""
+        main, over = self.main, self.ranks
+        divisions = main.version.divisions
+        if self._shares_of is not divisions:
+            self._shares_of, self._shares_by_axis = divisions, {}
+        if axis not in self._shares_by_axis:
+            pieces = [(low, high, offset) for low, high, offset, *_ in main.pieces]
+            self._shares_by_axis[axis] = replica_shares(
+                pieces, divisions, main.placements, over.sizes, over.coordinate, axis
+            )
+        return self._shares_by_axis[axis]
+
+    # ------------------------------------------------------------------ publish
+
+    def _finish(
+        self,
+        flow: Flow,
+        block: Block | None,
+        held: list[Tensor],
+        ready: Tensor | None,
+        came: list[bool],
+    ) -> None:
+        """The reduction is done, and compute has waited for it."""
+        self._in_flight = False
+        held.clear()
+        if block is not None:
+            block.release(self.source)
+        if ready is not None:
+            self.main.version.waiting = set()
+            self._publish(flow, ready, came)
+
+    @torch.no_grad()
+    def _publish(self, flow: Flow, ready: Tensor, came: list[bool]) -> None:
+        """Give the optimizer its gradients, and call the hooks of the parameters."""
+        divisions, hooked = self.main.version.divisions, []
+        with plain_attributes():
+            before = [GRAD.__get__(parameter) for parameter in self.sharded]
+        if any(grad is not None for grad in before):
+            flow.wait_on_host()  # the host may be the one that adds
+        for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
+            parameter: Any = self.sharded[index]
+            trained = self.unsharded[index].requires_grad
+            if not (came[index] or (trained and self.unused == "zeros")):
+                continue
+            piece = ready.as_strided(shape, strides, at)
+            cut: Cut = parameter.cut
+            division: Division | None = divisions.get(index)
+            if division is not None:
+                cut, whole = cut.divided(division), cut
+                piece = cut.within(whole, piece)
+            grad = before[index]
+            if isinstance(grad, ShardedTensor) and grad.cut is cut and hasattr(grad, "published"):
+                grad._local_tensor.add_(piece)
+            else:
+                own: Any = ShardedTensor(piece, cut)
+                own.published = True  # not a gradient that the user has set, and may set again
+                if isinstance(grad, ShardedTensor):  # from before the replicas divided it
+                    piece.add_(cut.within(grad.cut, grad._local_tensor))
+                elif grad is not None:  # a whole gradient, which the user has set
+                    own.add_(grad)
+                with plain_attributes():
+                    GRAD.__set__(parameter, own)
+            if grad_hooks(parameter):
+                hooked.append(parameter)
+        if hooked:
+            flow.wait_on_host()  # hooks may read the gradients on the host
+        for parameter in hooked:
+            for hook in grad_hooks(parameter):
+                hook(parameter)
+
+    def forget(self) -> None:
+        """Forget what was not published (``zero_grad``, ``reset_iter_state``)."""
+        for leaf in self.unsharded:
+            GRAD.__set__(leaf, None)
+            leaf._added = False
+        if self._packed is not None and not self._in_flight:
+            self._packed.release(self.source)
+        self.flat = self._block = self._waiting = None
+        self._view_cache = (None, [])
+        self.missing, self.delayed, self.written = set(), set(), set()
+        self.seen = [False] * len(self.seen)
+        self.main.version.waiting = set()
+
+    def abandon(self) -> None:
+        """The same, of a step that an exception has left; nothing is under way any more."""
+        self._in_flight = False
+        self.forget()
+
+
+def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
+    """Autograd has brought the gradient of one parameter, complete for this backward."""
+    gradients = reference()
+    if gradients is not None:
+        missing = gradients.missing
+        missing.discard(index)
+        if len(missing) < 2:  # else there is nothing to do yet
+            gradients.arrived()
+
+
+def reduce_shares(
+    flat: Tensor, shares: Shares, link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    """Reduce in place: shared spans to every rank, each divided span to one rank. On other ranks
+    the contents of a divided span are undefined afterwards."""
+    if shares.shared:
+        packed = _pack_spans(flat, shares.shared)
+        yield comm.all_reduce(packed, link, divisor=divisor)
+        _unpack(flat, shares.shared, packed)
+    if not shares.divided:
+        return
+    if shares.even:
+        length = shares.sizes[0]
+        packed = _pack_spans(flat, shares.divided, link.size * length)
+        mine = packed.view(link.size, length)[link.rank]
+        yield comm.reduce_scatter(mine, packed, link, divisor=divisor)
+    else:
+        packed = _pack_spans(flat, shares.divided)
+        mine = counted(packed.new_empty(shares.sizes[link.rank]), "receive")
+        yield comm.reduce_parts(mine, packed, shares.sizes, link, divisor=divisor)
+    _unpack(flat, shares.mine, mine)
+
+
+def _pack_spans(flat: Tensor, spans: Sequence[Span], length: int = 0) -> Tensor:
+    """A copy of the spans of a buffer, one after another, with zeros up to ``length``."""
+    views = [flat[begin:end] for begin, end in spans]
+    missing = length - sum(map(len, views))
+    if missing > 0:
+        views.append(flat.new_zeros(missing))
+    return counted(torch.cat(views), "receive")
+
+
+def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
+    """Copy packed spans back to their places in a buffer."""
+    if spans:
+        views = [flat[begin:end] for begin, end in spans]
+        lengths = [len(view) for view in views]
+        torch._foreach_copy_(views, list(packed[: sum(lengths)].split(lengths)))

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.shard.members import EMPTY, refuse
-from shardwise.shard.runtime import Runtime
+from shardwise.shard.model import Model
 from shardwise.shard.unit import Unit
 
 
@@ -43,7 +42,7 @@ class UnshardHandle:
     def wait(self) -> None:
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.expose("forward")
+            unit.expose()
 
 
 class ShardedModule(FSDPModule):
@@ -87,17 +86,15 @@ class ShardedModule(FSDPModule):
         """
         unit = self._ready_unit()
         unit.runtime.lanes.refuse_capture(f"unshard() of '{unit.name}'")
-        unit.follow_moves()
-        unit.refuse_changes()
         if not async_op:
-            unit.expose("forward")
+            unit.expose()
             return None
-        unit.prefetch("forward")
+        unit.gather()
         return UnshardHandle(unit)
 
     def reshard(self) -> None:
         """Release this module's gathered parameters."""
-        refuse(self._shardwise_unit.rest())
+        self._shardwise_unit.put_away()
 
     def reset_iter_state(self) -> None:
         """Drop an iteration that raised in forward or backward, with its gradients."""
@@ -111,31 +108,35 @@ class ShardedModule(FSDPModule):
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit
-        if unit._runtime is None:
-            Runtime.start(unit, self)  # type: ignore[arg-type]
+        if unit.model is None:
+            Model.start(unit, self)  # type: ignore[arg-type]
         return unit
 
     def _get_fsdp_state(self) -> Unit:  # type: ignore[override]
         return self._shardwise_unit
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        """``.to()``, ``.half()``, ``to_empty()``: move the new values into new flat buffers."""
-        units = list(units_of(self))  # type: ignore[arg-type]
-        for error in [unit.rest() for unit in units]:
-            refuse(error)
-        on_meta = [
-            (module._buffers, name)
-            for module in self.modules()  # type: ignore[attr-defined]
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_meta
-        ]
-        # Not FSDPModule's version, which handles torch's flat buffers.
-        result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        for unit in units:
-            unit.adopt()
-        for buffers, name in on_meta:
-            if not buffers[name].is_meta:  # to_empty made memory, without values
-                setattr(buffers[name], EMPTY, buffers[name]._version)
+        """``.to()``, ``.half()``, ``to_empty()``: the flat buffer follows, and parameters with it.
+        A unit of several modules moves when its last module has moved."""
+        unit = self._shardwise_unit
+        unit.put_away()
+        if not recurse:  # parameters move one by one, and are packed again once all have moved
+            return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        parameters = [(place, place[0][place[1]]) for place in unit.places]
+        for place, _ in parameters:  # past torch's own loop, which would move each by itself
+            place[0][place[1]] = None
+        try:
+            # Not FSDPModule's version, which handles torch's flat buffers.
+            result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for place, parameter in parameters:
+                place[0][place[1]] = parameter
+        unit.moved.add(id(self))
+        if len(unit.moved) == len(unit.modules):
+            unit.moved.clear()
+            for group in unit.groups:
+                group.apply(fn)
+            unit.connect()
         return result
 
     # ------------------------------------------------------------------ gradient accumulation
@@ -156,13 +157,14 @@ class ShardedModule(FSDPModule):
         """Drop all gradients: also those of microbatches that are not reduced yet, and those of
         modules that hold whole weights after ``unshard()``."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for group in (group for unit in units_of(self) for group in unit.groups):  # type: ignore[arg-type]
-            group.main.version.waiting.clear()
-            for parameter in group.sharded:
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+        for unit in units_of(self):  # type: ignore[arg-type]
+            for group in unit.groups:
+                group.gradients.forget()
+                for parameter in group.sharded:
+                    if set_to_none:
+                        parameter.grad = None
+                    elif parameter.grad is not None:
+                        parameter.grad.zero_()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the outer axis."""
@@ -207,8 +209,7 @@ class ShardedModule(FSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether weights are gathered for backward. Pass False if backward does not read them (an
-        embedding). A backward that does read them then raises, because torch sees their memory as
-        modified in place."""
+        embedding)."""
         self._shardwise_unit.gather_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -243,11 +244,9 @@ class ShardedModule(FSDPModule):
     ) -> None:
         """Use separate communicators for reductions, so that NCCL can overlap them with gathers."""
         runtime = self._ready_unit().runtime
-        if not enable:
-            runtime.separate_reduce = False
-            return
         groups = [group for unit in units_of(self) for group in unit.groups]  # type: ignore[arg-type]
-        runtime.separate_reductions(axis for group in groups for axis in group.ranks.axes)
+        axes = [axis for group in groups for axis in group.ranks.axes]
+        runtime.separate_reductions(axes if enable else [])
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
@@ -303,14 +302,10 @@ def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:
 def mark_written(model: nn.Module) -> None:
     """Mark the main weights of a wrapped model as written, so that the next forward gathers them.
 
-    Call it on every rank after a write that no version counter sees: by numpy, DLPack,
-    ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step. Otherwise weights
-    that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8) keep
-    their old values. Operations of torch on a parameter or its ``to_local()``, all ``torch.optim``
-    optimizers and all loads are seen without this call.
-
-    A view that was taken before wrapping (``p.data``, a slice, ``state_dict()``, numpy) shows the
-    memory of the unwrapped model. A write to such a view never reaches a weight.
+    Call it on every rank after a write that torch does not see as an operation on a parameter at
+    rest: to ``p.to_local()``, by numpy, DLPack or a foreign kernel. Otherwise weights that stay
+    gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``) keep their old values.
+    Operations on a parameter, all ``torch.optim`` optimizers and all loads are seen without it.
     """
     units = list(units_of(model))
     if not units:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of one rank are named on all ranks, on the new engine (``SHARDWISE_ENGINE=new``)."""
+"""Mistakes of one rank are named on all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import comm, streams
-from shardwise.engine.debugging import debug
+from shardwise.shard.debugging import debug
 from tests.contract.helpers import STRATEGIES, WIDTH, logged, ranks_for, vector_loss, wrap
-from tests.new_engine import IS_NEW
 from tests.ranks import on_ranks, run_ranks
-
-pytestmark = pytest.mark.skipif(
-    not IS_NEW, reason="the old engine has no fixed order of reductions"
-)
 
 
 class Blocks(nn.Module):

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.engine.codec import Cast
-from shardwise.engine.data_parallel import data_parallel
-from shardwise.engine.fully_shard import fully_shard
-from shardwise.engine.module import units_of
+from shardwise.shard.codec import Cast
+from shardwise.shard.data_parallel import data_parallel
+from shardwise.shard.fully_shard import fully_shard
+from shardwise.shard.module import units_of
 from shardwise.layout import Layout
 from tests.contract.helpers import (
     STRATEGIES,
@@ -99,7 +99,7 @@ def test_the_buffers_of_a_codec_are_one_collective(
     rank: int, world_size: int, strategy: str
 ) -> None:
     net = nn.Linear(8, 16)
-    with patch("shardwise.engine.group.Cast", Scaled):
+    with patch("shardwise.shard.group.Cast", Scaled):
         fully_shard(net, **options_for(strategy, world_size))
     (group,) = net._shardwise_unit.groups  # type: ignore[union-attr]
     plain = nn.Linear(8, 16)

@@ -16,9 +16,8 @@ import shardwise as sw
 from shardwise.agreement import all_ranks
 from shardwise.checkpoint.pieces import Staging
 from shardwise.checkpoint.saving import take_snapshot
+from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
-from shardwise.shard.main_grad import MainGrad
-from tests import new_engine
 from tests.models import STRATEGIES, Model, loss_of, make_model, tokens
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
@@ -385,12 +384,7 @@ def write_after_forward(model: Model, optimizer: torch.optim.Optimizer) -> None:
 def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
     meshes: Meshes, strategy: str
 ) -> None:
-    if new_engine.IS_NEW:
-        from shardwise.engine.gradient import Gradients
-
-        owner, method = Gradients, "_room_for_result"
-    else:
-        owner, method = MainGrad, "ready"
+    owner, method = Gradients, "_room_for_result"
     make_main = getattr(owner, method)
     for run in (train, accumulate, save_between, write_after_forward, step_in_hooks):
         torch.manual_seed(0)
@@ -438,11 +432,6 @@ def test_groups_keep_the_promises(meshes: Meshes, name: str) -> None:
         if name == "_issued":
             group._ready = runtime.lanes.mark("gather")
 
-    kind: Any = Group
-    if new_engine.IS_NEW:
-        from shardwise.engine import group
-
-        kind = group.Group
-    with patch.object(kind, name, as_before):
+    with patch.object(Group, name, as_before):
         assert races(meshes, unshard_ahead, "zero1") != []
         assert races(meshes, unshard_ahead, "zero3") != []

@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.compat import at_end_of_backward, backward_id
-from shardwise.engine.flow import Flow
-from shardwise.engine.parameter import Leaf
+from shardwise.shard.compat import at_end_of_backward, backward_id
+from shardwise.shard.flow import Flow
+from shardwise.shard.parameter import Leaf
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.words import quoted
 
 if TYPE_CHECKING:
-    from shardwise.engine.unit import Unit
+    from shardwise.shard.unit import Unit
 
 LEFT_ALONE = "_shardwise_left_alone"  # an attribute of parameters that each rank updates by itself
 

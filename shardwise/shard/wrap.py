@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.agreement import raise_together
-from shardwise.engine.compat import register_with_torch
-from shardwise.engine.group import Group
-from shardwise.engine.model import LEFT_ALONE
-from shardwise.engine.module import ShardedModule, unit_of
-from shardwise.engine.parameter import OWNER, carry_attributes
-from shardwise.engine.unit import Unit
+from shardwise.shard.compat import register_with_torch
+from shardwise.shard.group import Group
+from shardwise.shard.model import LEFT_ALONE
+from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.parameter import OWNER, carry_attributes
+from shardwise.shard.unit import Unit
 from shardwise.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
 from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear

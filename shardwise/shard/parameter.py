@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.tile import Tile
 
 if TYPE_CHECKING:
-    from shardwise.engine.gradient import Gradients
+    from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
 OWNER = "_shardwise_owner"  # an attribute of the parameters of before wrapping: their name
