@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.shard.compat import at_end_of_backward, backward_id
 from shardwise.shard.flow import Flow
-from shardwise.shard.parameter import Leaf
+from shardwise.shard.parameter import AnyLeaf
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.words import quoted
@@ -268,7 +268,7 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
     plain = [
         name
         for name, p in root.named_parameters()
-        if not isinstance(p, DTensor | Leaf) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+        if not isinstance(p, DTensor | AnyLeaf) and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
     groups = [group for unit in units for group in unit.groups]
     if plain and any(group.ranks.mesh.size() > 1 for group in groups):

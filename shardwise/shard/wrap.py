@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import comm
 from shardwise.agreement import raise_together
 from shardwise.shard.compat import register_with_torch
+from shardwise.shard.formats import codec_of, stored_as, warn_of_decoding
 from shardwise.shard.group import Group
 from shardwise.shard.model import LEFT_ALONE
 from shardwise.shard.module import ShardedModule, unit_of
@@ -30,7 +31,6 @@ from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import Placements
 from shardwise.precision import Precision
-from shardwise.precision.policy import Stored
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_of
 from shardwise.uncompiled import uncompiled
@@ -179,6 +179,7 @@ class Wrapping:
         self.ignored = ignored or set()
         self.found = find_parameters(self.roots, self.ignored)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
+        self.stored = [stored_as(f, precision) for f in self.found]
 
     def spread(self, meshes: Any) -> list[str]:
         """Give the parameters that match patterns of ``meshes`` other meshes; return problems."""
@@ -250,6 +251,7 @@ class Wrapping:
                 self.precision,
                 self.device,
                 tiles=[tiles[position] for position in buffer.members],
+                codec=codec_of(self.stored[buffer.members[0]], self.precision),
                 divisor=divisors.get(buffer.home),
                 offload=offload,
                 pin=pin,
@@ -265,10 +267,9 @@ class Wrapping:
         ]
         name = type(self.roots[0]).__name__
         unit = Unit(name, self.roots, groups, places, precision=self.precision, **options)
-        for position, f in enumerate(self.found):
-            dtype = self.precision.compute_dtype(f.parameter.dtype)
-            stored = Stored(name=f.name, shape=f.shape, format=None, dtype=dtype, why="")
-            unit.stored[where[position]] = stored
+        unit.stored = {where[position]: stored for position, stored in enumerate(self.stored)}
+        if any(stored.format for stored in self.stored):
+            warn_of_decoding(self.precision, self.device, self.mesh)
         _install(self.roots, unit, self.device)
         for f in self.found:
             setattr(f.parameter, OWNER, f.name)
