@@ -20,7 +20,7 @@ from shardwise.mesh import DATA_AXES
 from shardwise.optim.functions import ANY as FUNCTIONS
 from shardwise.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.fp8_tensor import Reads
+from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import WORKSPACE
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems, step_problems
 from shardwise.words import bound_problems
