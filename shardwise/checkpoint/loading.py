@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardwise import comm
 from shardwise.mesh import Ranks
-from shardwise.precision.fp8_weight import Coded
 from shardwise.placements import chunk_range
+from shardwise.precision.fp8_weight import Coded
 
 IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient

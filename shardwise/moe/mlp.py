@@ -285,9 +285,7 @@ def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
 torch.library.register_autograd("shardwise::expert_mlp", _bring, setup_context=_keep, lib=library)
 
 
-def graph_mlp(
-    x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str
-) -> Tensor:
+def graph_mlp(x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str) -> Tensor:
     """``y``, while torch.compile traces."""
     # A graph that calls the experts twice with one x must add two gradients to ``main_grad``. This
     # new tensor keeps torch.compile from merging the two calls.

@@ -158,9 +158,7 @@ def quantise_swiglu(gate: Tensor, up: Tensor) -> Quantised:
     return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE)
 
 
-def quantise_swiglu_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool
-) -> Quantised:
+def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool) -> Quantised:
     """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
     # The kernel needs the shared memory of Hopper.
     if not counts() and scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
@@ -209,7 +207,12 @@ def forget(x: weakref.ref[Tensor] | None = None) -> None:
 
 
 def multiply(
-    codes: Tensor, scales: Tensor, weight: Tensor, of_weight: Tensor, phase: Reads, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    of_weight: Tensor,
+    phase: Reads,
+    dtype: torch.dtype,
 ) -> Tensor:
     """x · Wᵀ (forward) or dy · W (backward) [tokens, ...]: codes of activations in 1x128, and of
     the weight in 128x128, with their scales."""

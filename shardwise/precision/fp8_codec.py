@@ -120,7 +120,11 @@ class FP8:
                     scale_shape(codes.shape, block), (step, 1), _at(outs[2 * number + 1], start)
                 )
                 planes.append(Plane(codes=codes, scales=scales, block=block))
-            sharing = (high - low) // math.prod(item.shape[-2:]) if _one_scale_each(item, self.blocks) else 0
+            sharing = (
+                (high - low) // math.prod(item.shape[-2:])
+                if _one_scale_each(item, self.blocks)
+                else 0
+            )
             encode(values, self.blocks, out=planes, sharing=sharing)
 
     def _encode_together(

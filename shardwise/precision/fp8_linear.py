@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.precision import fp8_block, fp8_native
-from shardwise.precision.fp8 import WIDE, FP8Error, Reads, decode, plane_over
+from shardwise.precision.fp8 import WIDE, FP8Error, decode, plane_over
 from shardwise.uncompiled import operator
 
 _COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
@@ -175,15 +175,15 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if ctx.products == "fp8":
             if wants_x or wants_weight:
-                x = (kept, of_kept) if wants_weight else (None, None)
-                of_x, of_weight = block_backward(
-                    grad, codes, scales, *x, wants_x, ctx.weight_dtype
-                )
+                turned = (kept, of_kept) if wants_weight else (None, None)
+                of_x, of_weight = block_backward(grad, codes, scales, *turned, wants_x, ctx.weight_dtype)
         else:
             if wants_x:
                 of_x = product(grad, codes, scales, None, "backward", ctx.products)
             if wants_weight:
-                of_weight = weight_gradient(grad, kept.reshape(-1, kept.shape[-1]), ctx.weight_dtype)
+                of_weight = weight_gradient(
+                    grad, kept.reshape(-1, kept.shape[-1]), ctx.weight_dtype
+                )
         if wants_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return (

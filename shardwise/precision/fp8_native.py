@@ -38,9 +38,7 @@ def native_problem(device: torch.device) -> str | None:
     return None
 
 
-def multiply(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, phase: Reads
-) -> Tensor:
+def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, phase: Reads) -> Tensor:
     """x · Wᵀ + bias of a row plane, or (backward) dy · W of a column plane."""
     if phase == "backward":
         codes, scales = codes.t().contiguous(), scales.t().contiguous()

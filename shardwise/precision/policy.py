@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.precision.fp8 import (
     BLOCKS,
-    FP8Error,
     Format,
+    FP8Error,
     shape_problems,
     side_of,
     step_of,

@@ -41,7 +41,7 @@ class Codec(Protocol):
         """The reason why shards cannot be encoded one by one; "" if they can."""
 
     def encode(self, main: Tensor, outs: Sequence[Tensor], layout: Layout, first: int) -> None:
-        """Write whole shards of main, from shard ``first`` on, to the same shards of each buffer."""
+        """Write whole shards of main, from ``first`` on, to the same shards of each buffer."""
 
     def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:
         """One parameter, as a view of the gathered buffers."""

@@ -38,6 +38,9 @@ from shardwise.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
+# An attribute of parameters in a plan: whether ranks of tensor parallelism hold different shapes.
+UNEVEN = "_shardwise_uneven"
+
 # "tensor" promises that no matrix is cut; fully_shard refuses it if padding would be too much.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
 
@@ -72,7 +75,7 @@ class Found:
         """Whether ranks of tensor parallelism hold tiles of different shapes."""
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
-            return False
+            return getattr(parameter, UNEVEN, False)
         parts: dict[int, int] = {}  # by dimension: the number of parts that it is cut into
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             if isinstance(placement, Shard):
@@ -127,6 +130,23 @@ def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
             return tensor_fraction(shape[0])
         return TENSOR if len(shape) == 2 else ROW
     return choice(found.name, found.parameter)
+
+
+def wrap_units(model: nn.Module) -> list[nn.Module]:
+    """The modules to wrap, inner before outer: the blocks of the outermost lists, then the model.
+
+    A block is an entry of a ``ModuleList`` that has parameters. Lists inside a block, such as a
+    list of experts, belong to the block.
+    """
+    blocks: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleList):
+            blocks += [block for block in module if any(True for _ in block.parameters())]
+        else:
+            waiting += list(module.children())[::-1]
+    return [*outermost(blocks), model]
 
 
 def spread_linear(found: Found) -> GroupedLinear | None:
@@ -268,6 +288,7 @@ class Wrapping:
         ]
         name = type(self.roots[0]).__name__
         unit = Unit(name, self.roots, groups, places, precision=self.precision, **options)
+        unit.verb = self.verb
         unit.stored = {where[position]: stored for position, stored in enumerate(self.stored)}
         if any(stored.format for stored in self.stored):
             warn_of_decoding(self.precision, self.device, self.mesh)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from unittest import mock
 
@@ -17,7 +17,8 @@ import shardwise as sw
 from shardwise.precision import fp8_native
 from shardwise.precision.fp8 import BLOCKS, COLUMN, ROW, decode, encode, plane_over
 from shardwise.precision.fp8_weight import Coded, Products
-from shardwise.shard import checks, wrap as wrapping
+from shardwise.shard import checks
+from shardwise.shard import wrap as wrapping
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for
 from tests.whole import whole_tensors
@@ -60,7 +61,7 @@ class QuantisedAtUse(nn.Linear):
 def off_in_the_same_groups() -> Any:
     """bf16 is gathered in the groups of fp8. Gradients must go the same way, collective by
     collective."""
-    return mock.patch.object(wrapping, "codec_of", lambda *_: None)
+    return mock.patch.object(wrapping, "codec_of", return_value=None)
 
 
 def multiply_decoded(
@@ -78,7 +79,7 @@ def multiply_decoded(
 def native_by_decoding() -> Iterator[None]:
     """Let ``products="native"`` run on any device."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(checks, "native_problem", lambda _: None))
+        stack.enter_context(mock.patch.object(checks, "native_problem", return_value=None))
         stack.enter_context(mock.patch.object(fp8_native, "multiply", multiply_decoded))
         yield
 

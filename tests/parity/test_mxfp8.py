@@ -162,7 +162,7 @@ def check_transport(rank: int, world_size: int, strategy: str, kind: Kind) -> tu
     sent = []
     runs = []
     for staged in (False, True):
-        forced = mock.patch.object(FP8, "staged_because", lambda *_: "a test")
+        forced = mock.patch.object(FP8, "staged_because", return_value="a test")
         with forced if staged else nullcontext():
             with sw.comm.record() as calls:
                 model, seen = run(rank, world_size, strategy, "adamw", True, kind, steps=range(3))
@@ -278,9 +278,7 @@ def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]
     model = make(True)
     sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
     with mock.patch.object(module, "_planned_buckets", wrong if mixed else plan):
-        sw.data_parallel(
-            model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True)
-        )
+        sw.data_parallel(model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True))
     optimizer = optimizer_of(model, "muon")
     gathers = []
     for step in range(3):
