@@ -175,8 +175,9 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if ctx.products == "fp8":
             if wants_x or wants_weight:
-                turned = (kept, of_kept) if wants_weight else (None, None)
-                of_x, of_weight = block_backward(grad, codes, scales, *turned, wants_x, ctx.weight_dtype)
+                x = (kept, of_kept) if wants_weight else (None, None)
+                options = wants_x, ctx.weight_dtype
+                of_x, of_weight = block_backward(grad, codes, scales, *x, *options)
         else:
             if wants_x:
                 of_x = product(grad, codes, scales, None, "backward", ctx.products)

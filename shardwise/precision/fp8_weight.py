@@ -39,6 +39,7 @@ class Coded(Tensor):
     back_codes: Tensor | None  # the plane that backward reads, if it is another one
     back_scales: Tensor | None
     products: Products  # how linear layers multiply by this weight
+    called = "a weight"  # in messages
 
     @classmethod
     def of(
@@ -97,7 +98,7 @@ class Coded(Tensor):
             if func is F.linear:
                 return _linear(*args, **kwargs)
             if func is Tensor.__setitem__ and isinstance(args[0], Coded):
-                raise _refusal("__setitem__")  # would write to decoded values, and be lost
+                raise _refusal("__setitem__", args[0])  # would write to a copy, and be lost
             return func(*args, **kwargs)
 
     @classmethod
@@ -111,8 +112,9 @@ class Coded(Tensor):
                 for place, argument in enumerate(func._schema.arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            if any(isinstance(tensor, Coded) for tensor in tree_leaves(written)):
-                raise _refusal(func._schema.name.removeprefix("aten::"))
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, Coded):
+                    raise _refusal(func._schema.name.removeprefix("aten::"), tensor)
         args, kwargs = tree_map_only(Coded, Coded.decode, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -135,9 +137,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return F.linear(input, weight, bias)  # of decoded values
 
 
-def _refusal(name: str) -> RuntimeError:
+def _refusal(operation: str, weight: Coded) -> RuntimeError:
     return RuntimeError(
-        f"{name} writes to a weight that is stored in fp8: every gather encodes it from the main "
-        f"weight. Write to the main weight, outside of forward and after reshard(): to the "
+        f"{operation} writes to {weight.called}, stored in fp8: every gather encodes it from main "
+        f"weights. Write to the main weight, outside of forward and after reshard(): to the "
         f"parameter in model.parameters() under torch.no_grad()"
     )

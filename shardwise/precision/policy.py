@@ -246,11 +246,6 @@ def _patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
-# Reasons why a weight stays in a dtype, which other files look for.
-HEAD = "an output head"
-TILED = "it is a DTensor of tensor parallelism"
-
-
 def stores_nothing(format: Format | None, rows: Sequence[Stored]) -> list[str]:
     """A problem if none of ``rows``, all parameters of a model, is stored in fp8."""
     if format is None or not rows or any(row.format for row in rows):
@@ -290,7 +285,7 @@ def ineligible(
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     if head and precision.keeps_head(name):
-        return f"{HEAD}; include={(*include, name)} stores it too, and multiplies in fp8"
+        return f"an output head; include={(*include, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
     sides, blocks = shape[-2:] if stack else shape, [BLOCKS[format]]

@@ -26,7 +26,7 @@ from shardwise.precision.fp8 import BLOCKS, Format, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_codec import FP8
 from shardwise.precision.fp8_native import native_problem
-from shardwise.precision.policy import TILED, Stored, ineligible, multiplies_stacks, short_name
+from shardwise.precision.policy import Stored, ineligible, multiplies_stacks, short_name
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
@@ -46,7 +46,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
     if precision.format is not None:
         reason = ineligible(name, shape, precision, owners, names_head(name)) or ""
         if not reason and found.local is not parameter:
-            reason = TILED
+            reason = "it is a DTensor of tensor parallelism"
         if not reason and not parameter.is_floating_point():
             reason = f"its dtype is {parameter.dtype}"
     format = None if reason else precision.format

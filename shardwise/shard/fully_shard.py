@@ -149,8 +149,8 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuffer]:
     """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype,
-    format and trainability, and tensor parallelism cut all of them evenly or all unevenly. If their rows fit
-    badly together, they get several buffers."""
+    format and trainability, and tensor parallelism cut all of them evenly or all unevenly. If their
+    rows fit badly together, they get several buffers."""
     found = job.found
     alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, (f, home, stored) in enumerate(zip(found, job.homes, job.stored, strict=True)):

@@ -147,6 +147,10 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
 class CodedLeaf(_Leaf, Coded):
     """A weight in fp8, whose codes and scales are the gathered memory."""
 
+    @property
+    def called(self) -> str:  # type: ignore[override]
+        return f"'{self._of_group.name(self._index)}'"
+
     def show(self, memory: Tensor) -> None:
         assert isinstance(memory, Coded)
         for name in memory.__tensor_flatten__()[0]:

@@ -219,6 +219,12 @@ def parts_of(name: str, weight: Coded) -> dict[str, Tensor]:
     return {f"{name} {part}": getattr(weight, part) for part in weight.__tensor_flatten__()[0]}
 
 
+def staged_weights(model: nn.Module) -> list[bool]:
+    """By group in fp8: whether bf16 is gathered, and encoded by every rank."""
+    groups = [group for unit in units_of(model) for group in unit.groups if group.format]
+    return [bool(group.codec.staged_because(group.layout)) for group in groups]
+
+
 def planes_seen(model: nn.Module) -> dict[str, Tensor]:
     """Codes and scales of every stored weight, as gathered now."""
     found: dict[str, Tensor] = {}

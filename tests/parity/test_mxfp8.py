@@ -36,6 +36,7 @@ from tests.parity.mxfp8_helpers import (
     optimizer_of,
     planes_seen,
     precision_of,
+    staged_weights,
     tokens,
     train,
     wrap,
@@ -171,12 +172,6 @@ def check_transport(rank: int, world_size: int, strategy: str, kind: Kind) -> tu
             sent.append(sum(call.nbytes for call in calls if call.operation == "all_gather"))
     assert_same_bits(runs[0], runs[1], "codes encoded locally / bf16 staged")
     return sent[0], sent[1]
-
-
-def staged_weights(model: Any) -> list[bool]:
-    """By group in fp8: whether bf16 is gathered, and encoded by every rank."""
-    groups = [group for unit in units_of(model) for group in unit.groups if group.format]
-    return [bool(group.codec.staged_because(group.layout)) for group in groups]
 
 
 @pytest.mark.parametrize(
