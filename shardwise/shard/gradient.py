@@ -12,10 +12,10 @@ A gradient goes through three of the placements, and is in at most one buffer fo
 
     param.grad --pack--> flat (wire dtype, whole) --reduce-scatter--> .grad (main dtype, shard)
 
-Sums are scaled once, in the last collective or after it. A trainable parameter of a group that is
-reduced, to which no microbatch brought a gradient on this rank, is sent as NaN with the last
-microbatch (or as zeros, ``unused_parameters="zeros"``): nothing is sent to find out whether another
-rank has one, and if so the result is loud. Where no rank has one, ``.grad`` stays None.
+Sums are scaled once, in the last collective or after it. A parameter of a group that is reduced, to
+which no microbatch brought a gradient on this rank, is sent as NaN with the last microbatch (or as
+zeros, ``unused_parameters="zeros"``): nothing is sent to find out whether another rank has one, and
+if so the result is loud. Where no rank has one, ``.grad`` stays None.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Gradients:
         self.arrived: Callable[[], None] = lambda: None
         self.missing: set[int] = set()  # what this backward will bring and has not brought
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
+        self.late = False  # whether forwards say that some gradients will be delayed
         self._wanted: set[int] = set()  # what this backward was asked for
         self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
         # By parameter: whether a gradient came since the last time that they were published.
@@ -298,8 +299,8 @@ class Gradients:
         quiet: list[Tensor] = []
         for index, view in enumerate(self._views()):
             if index not in self.written:
-                absent = final and self.unused == "none" and self.unsharded[index].requires_grad
-                absent = absent and not self.seen[index] and self.sharded[index].grad is None
+                absent = final and self.unused == "none" and not self.seen[index]
+                absent = absent and self.sharded[index].grad is None
                 (loud if absent else quiet).append(view)
                 if absent and comm.observer is not None:
                     comm.observer.lacks(self.name(index))

@@ -26,9 +26,6 @@ OWNER = "_shardwise_owner"  # an attribute of the parameters of before wrapping:
 
 
 class _Leaf:
-    # Set by a forward whose backward will call ``delay()``: the parameter is no input of a node,
-    # so no graph shows that a gradient will come.
-    delayed = False
     # Whether a kernel that wrote ``main_grad`` gave autograd nothing, so that a gradient from
     # autograd is of other uses and counts too.
     others_count = False
@@ -52,6 +49,16 @@ class _Leaf:
     def delay(self) -> None:
         """Declare, inside a backward, that the gradient may come after the end of this backward."""
         self._of_group.delay(self._index)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a forward has said that its backward will call ``delay()``. The parameter is no
+        input of a node then, so no graph shows that a gradient will come."""
+        return self._of_group.late
+
+    @delayed.setter
+    def delayed(self, value: bool) -> None:
+        self._of_group.late = self._of_group.late or value
 
     @property
     def grad_added_to_main_grad(self) -> bool:

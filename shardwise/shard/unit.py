@@ -316,7 +316,7 @@ class Unit:
         while self.turn < len(self.groups) and not self.runtime.for_inputs:
             group = self.groups[self.turn]
             gradients = group.gradients
-            stays = not group.comes_and_goes and not gradients.missing
+            stays = not (group.comes_and_goes or gradients.missing or gradients.late)
             if gradients.delayed or not (self.backward == "behind" or stays):
                 return False
             self.turn += 1
