@@ -440,7 +440,8 @@ class Gradients:
         for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
             parameter: Any = self.sharded[index]
             trained = self.unsharded[index].requires_grad
-            if not (came[index] or (trained and self.unused == "zeros")):
+            told = came[index] or (trained and self.unused == "zeros")
+            if not told and before[index] is None:
                 continue
             piece = ready.as_strided(shape, strides, at)
             cut: Cut = parameter.cut
@@ -460,7 +461,7 @@ class Gradients:
                     own.add_(grad)
                 with plain_attributes():
                     GRAD.__set__(parameter, own)
-            if grad_hooks(parameter):
+            if told and grad_hooks(parameter):
                 hooked.append(parameter)
         if hooked:
             flow.wait_on_host()  # hooks may read the gradients on the host

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that come late, or on some ranks alone: all ranks issue the same collectives in the same
-order."""
+"""Gradients that come late, or on some ranks alone: all ranks issue the same collectives."""
 
 from __future__ import annotations
 
