@@ -96,6 +96,10 @@ class _Gate(torch.autograd.Function):
         return tuple(map(comm.arrived, inputs))
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit = ctx.call.unit()
         if unit is not None:

@@ -24,15 +24,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.shard.checks import (
-    bucket_problems,
-    check_types,
-    option_problems,
-    wrapping_problems,
-)
-from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.unit import Unit
-from shardwise.shard.wrap import PlannedBuffer, Wrapping
 from shardwise.layout import ROW, TENSOR, Grain, Item, tensor_fraction
 from shardwise.memory import weakly
 from shardwise.mesh import data_mesh, init_mesh
@@ -46,6 +37,15 @@ from shardwise.precision import Precision
 
 # Arithmetic beside layout, which imports nothing of the old engine; it moves with the switch.
 from shardwise.shard.buckets import plan_elements, plan_matrices
+from shardwise.shard.checks import (
+    bucket_problems,
+    check_types,
+    option_problems,
+    wrapping_problems,
+)
+from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.unit import Unit
+from shardwise.shard.wrap import PlannedBuffer, Wrapping
 from shardwise.words import quoted
 
 M = TypeVar("M", bound=nn.Module)

@@ -17,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
+from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
+from shardwise.mesh import Ranks, data_mesh, init_mesh, split
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
+from shardwise.precision import Precision
 from shardwise.shard.checks import (
     check_types,
     forward_problems,
@@ -26,10 +30,6 @@ from shardwise.shard.checks import (
 )
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import GrainChoice, PlannedBuffer, Wrapping, grain_of
-from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
-from shardwise.mesh import Ranks, data_mesh, init_mesh, split
-from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
-from shardwise.precision import Precision
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 PROMISED_PADDING = 8  # grain="tensor" is refused if it pads by more than an eighth

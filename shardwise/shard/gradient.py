@@ -31,9 +31,9 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.division import Division, Shares, Span, replica_shares
-from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.memory import CACHING, Block, Source, counted
 from shardwise.placements import PARTIAL, SHARD, steps
+from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
 
 if TYPE_CHECKING:

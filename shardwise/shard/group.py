@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.cut import Rows
-from shardwise.shard.codec import Cast, Codec
-from shardwise.shard.compat import plain_attributes
-from shardwise.shard.gradient import Gradients
-from shardwise.shard.parameter import Leaf, TileLeaf, carry_attributes, leaf_over
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placement, Placements, steps
 from shardwise.precision import Precision
+from shardwise.shard.codec import Cast, Codec
+from shardwise.shard.compat import plain_attributes
+from shardwise.shard.gradient import Gradients
+from shardwise.shard.parameter import Leaf, TileLeaf, carry_attributes, leaf_over
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import Tile
 

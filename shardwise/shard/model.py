@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.memory import weakly
+from shardwise.moe.delayed import drop_pending
 from shardwise.shard.compat import at_end_of_backward, backward_id
 from shardwise.shard.flow import Flow
 from shardwise.shard.parameter import Leaf
-from shardwise.memory import weakly
-from shardwise.moe.delayed import drop_pending
 from shardwise.words import quoted
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ import torch
 from torch import nn
 
 from shardwise import comm
+from shardwise.memory import weakly
+from shardwise.precision import Precision
+from shardwise.precision.policy import Stored
 from shardwise.shard.call import Call, cast_floats
 from shardwise.shard.compat import inside_backward
 from shardwise.shard.flow import SharedLanes
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
-from shardwise.memory import weakly
-from shardwise.precision import Precision
-from shardwise.precision.policy import Stored
 from shardwise.streams import annotate
 from shardwise.words import quoted
 

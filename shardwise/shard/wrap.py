@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.agreement import raise_together
-from shardwise.shard.compat import register_with_torch
-from shardwise.shard.group import Group
-from shardwise.shard.model import LEFT_ALONE
-from shardwise.shard.module import ShardedModule, unit_of
-from shardwise.shard.parameter import OWNER, carry_attributes
-from shardwise.shard.unit import Unit
 from shardwise.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
 from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
+from shardwise.shard.compat import register_with_torch
+from shardwise.shard.group import Group
+from shardwise.shard.model import LEFT_ALONE
+from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.parameter import OWNER, carry_attributes
+from shardwise.shard.unit import Unit
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_of
 from shardwise.uncompiled import uncompiled
