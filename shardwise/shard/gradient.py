@@ -24,28 +24,34 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.buffer import Buffer
 from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, Source, counted
-from shardwise.placements import PARTIAL, SHARD, steps
+from shardwise.mesh import Ranks
+from shardwise.placements import PARTIAL, SHARD, Placements, steps
 from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
+from shardwise.shard.flow import Flow
 from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
-
-if TYPE_CHECKING:
-    from shardwise.shard.flow import Flow
-    from shardwise.shard.group import Group
 
 
 class Gradients:
     """The gradients of one group. Refers to its tensors, not to the group."""
 
-    def __init__(self, group: Group, divisor: float | None) -> None:
-        self.placements, self.ranks, self.layout = group.placements, group.ranks, group.layout
+    main: Buffer
+    sharded: Sequence[nn.Parameter]  # at rest
+    unsharded: Sequence[Any]  # the leaves, which refer to this object
+
+    def __init__(
+        self, layout: Layout, ranks: Ranks, placements: Placements, divisor: float | None
+    ) -> None:
+        self.placements, self.ranks, self.layout = placements, ranks, layout
         self.divisor = divisor  # of the sum; None: the number of ranks
         self.sum_only = False  # sum in collectives and divide after, never in one pass
         self.last = True  # whether this microbatch is reduced as far as main
@@ -84,13 +90,19 @@ class Gradients:
         self._nothing_inside = all(placement == PARTIAL for placement in grad)
         self._scatters = any(scatters for _, scatters in self._inside + self._outside)
 
-    def follow(self, group: Group) -> None:
+    def follow(
+        self,
+        main: Buffer,
+        sharded: Sequence[nn.Parameter],
+        unsharded: Sequence[Any],
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        pin: bool,
+    ) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        self.main, self._stamp = group.main, group.main.version.count
-        self.sharded, self.unsharded = group.sharded, group.unsharded
-        self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
-        self.device = group.device if not group.main.flat.is_meta else group.main.flat.device
-        self.pin = group.pin
+        self.main, self._stamp = main, main.version.count
+        self.sharded, self.unsharded = sharded, unsharded
+        self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
         self._packed, self._nodes = None, {}
         me = weakref.ref(self)
         for index, leaf in enumerate(self.unsharded):

@@ -9,17 +9,15 @@ the zeroing with ``fresh_main_grad()``. The kernel may give autograd any gradien
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
-
-if TYPE_CHECKING:
-    from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
 OWNER = "_shardwise_owner"  # an attribute of the parameters of before wrapping: their name
