@@ -16,11 +16,9 @@ from hashlib import sha256
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-import numpy
 import torch.distributed as dist
 
 from shardwise import comm
-from shardwise.lockstep import Journal
 
 T = TypeVar("T")
 UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
@@ -32,7 +30,7 @@ def all_ranks() -> comm.Axis:
     """The axis of all ranks of the job, or of this process alone without a process group."""
     if dist.is_available() and dist.is_initialized():
         return comm.as_axis(dist.group.WORLD, "world")  # type: ignore[arg-type]
-    return comm.Axis("world", None, 1, 0, {}, (0,), Journal(None, 0, 1))
+    return comm.Axis("world", None, 1, 0, {}, (0,))
 
 
 def together(
@@ -120,18 +118,6 @@ def raise_together(
     return equal_facts
 
 
-def _bits(value: int) -> comm.Facts:
-    """The 32 bits of a number, then their opposites."""
-    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
-    return numpy.concatenate([bits, ~bits])
-
-
-def _differ(bits: comm.Facts) -> bool:
-    """Whether a bit is set on one rank and not on another, in ``_bits`` or-ed over ranks."""
-    first, opposite = numpy.split(bits, 2)
-    return bool((first & opposite).any())
-
-
 def differ(value: int, axis: comm.Axis) -> bool:
-    """Whether a number of 32 bits is not the same on all ranks of the axis."""
-    return _differ(comm.any_rank(_bits(value), axis))
+    """Whether a number is not the same on all ranks of the axis."""
+    return len(set(comm.agree(value, axis))) > 1

@@ -13,32 +13,26 @@ reduce-scatter is an all-reduce inside) and works for any sizes. Sums are taken 
 least fp32, so the bits of a gradient depend neither on the strategy nor on the rank that adds.
 
 Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks of a
-few bytes (``agree``, ``any_rank``) are not counted.
+few bytes (``agree``) are not counted.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeAlias
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
-import numpy
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise import streams
-from shardwise.lockstep import Axis as Axis
-from shardwise.lockstep import Call as Call
-from shardwise.lockstep import GroupLike, Ticket, recorded, uncounted
-from shardwise.lockstep import as_axis as as_axis
-from shardwise.lockstep import record as record
 from shardwise.memory import counted
-from shardwise.pending import Flight
-from shardwise.pending import Pending as Pending
 
 ReduceName = Literal["sum", "max", "min"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -47,18 +41,137 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-Facts: TypeAlias = NDArray[numpy.bool_]
-_SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
+# Messages between two ranks arrive in the order in which they were sent. Operations have tags, so
+# that a rank which issues another operation than its peers waits and mixes up no bytes.
+_TAGS = {"all_gather": 0, "reduce_scatter": 2, "all_reduce": 4, "all_to_all": 6}
 # Up to this size, in an all-reduce every rank sends its whole tensor to every other rank. Above, it
 # is a reduce-scatter and a gather, whose bytes do not grow with the number of ranks.
 _ONE_ROUND_BYTES = 1 << 18
 _SMALL_OBJECT = 2048  # bytes of a rank's object that travel in the first exchange of ``agree``
 
 
+# ------------------------------------------------------------------------------ axes
+
+
+@dataclass(eq=False)
+class Axis:
+    """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
+
+    name: str
+    group: Any  # a ProcessGroup; None: the axis has no other ranks, see :meth:`pretended`
+    size: int
+    rank: int
+    backends: dict[str, str]  # by device type
+    peers: tuple[int, ...]  # global ranks, by rank on the axis
+
+    @classmethod
+    def pretended(cls, name: str, size: int, rank: int, backend: str) -> Axis:
+        """An axis for a plan: collectives of meta tensors are counted as ``backend`` would send
+        them, and nothing is sent."""
+        return cls(name, None, size, rank, {"meta": backend}, tuple(range(size)))
+
+    @property
+    def pretends(self) -> bool:
+        """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
+        return "meta" in self.backends or "fake" in self.backends.values()
+
+    def __deepcopy__(self, memo: Any) -> Axis:
+        """The same object: a copied model with spread experts uses the axes of the original."""
+        return self
+
+    def backend_for(self, tensor: Tensor) -> str | None:
+        return self.backends.get(tensor.device.type)
+
+
+GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
+_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()  # by group, then by name
+
+
+def as_axis(group: GroupLike, name: str | None = None) -> Axis:
+    """The Axis of a process group. One group may be an axis of several meshes, under several
+    names."""
+    if isinstance(group, Axis):
+        return group
+    axes = _AXES.setdefault(group, {})
+    if name is None:
+        name = next(iter(axes), "group")
+    if name not in axes:
+        axes[name] = Axis(
+            name=name,
+            group=group,
+            size=dist.get_world_size(group),
+            rank=dist.get_rank(group),
+            backends=_backends(group),
+            peers=tuple(dist.get_process_group_ranks(group)),
+        )
+    return axes[name]
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """``{"cpu": "gloo", "cuda": "nccl"}`` and the like."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)  # type: ignore[misc]
+
+
 # ------------------------------------------------------------------------------ counting
 
-# The unit whose collectives are issued now, in words. Ranks compare it when they wait too long.
-purpose = ""
+
+class Call(NamedTuple):
+    """One collective as this rank issued it. ``nbytes`` is the size of the whole buffer that is
+    gathered, scattered or reduced; for an all-to-all, the bytes that this rank sends to peers."""
+
+    operation: str
+    axis: str
+    size: int
+    nbytes: int
+    arriving: int | None = None  # bytes that an all-to-all brings; None: as many as are sent
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave this rank under a bandwidth-optimal algorithm."""
+        if self.operation in ("all_to_all", "broadcast"):
+            return self.nbytes
+        once = self.nbytes * (self.size - 1) // self.size
+        return 2 * once if self.operation == "all_reduce" else once
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that reach this rank, under the same algorithm."""
+        return self.wire_bytes if self.arriving is None else self.arriving
+
+
+_recorders: list[list[Call]] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Call]]:
+    """List every collective issued by this process while the context is open."""
+    calls: list[Call] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        # by identity: two lists that happen to be equal are still two recorders
+        _recorders[:] = [other for other in _recorders if other is not calls]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no collectives while the context is open, because the caller has counted them."""
+    recorders = _recorders[:]
+    _recorders.clear()
+    try:
+        yield
+    finally:
+        _recorders[:] = recorders
+
+
+def recorded(
+    operation: str, axis: str, size: int, nbytes: int, arriving: int | None = None
+) -> None:
+    """Add a collective to the list of every open ``record()``."""
+    for calls in _recorders:
+        calls.append(Call(operation, axis, size, nbytes, None if arriving == nbytes else arriving))
 
 
 class Observer(Protocol):
@@ -74,27 +187,68 @@ class Observer(Protocol):
 observer: Observer | None = None
 
 
-def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> Ticket:
+def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> None:
     if observer is not None:
         observer.issued(Call(operation, axis.name, axis.size, nbytes, arriving), axis)
     recorded(operation, axis.name, axis.size, nbytes, arriving)
-    # Ranks compare the words, and the sizes of an all-to-all differ between ranks.
-    same_size = operation != "all_to_all"
-    return axis.journal.add(operation, _described(purpose, nbytes) if same_size else purpose)
-
-
-@lru_cache(maxsize=1 << 14)
-def _described(purpose: str, nbytes: int) -> str:
-    return f"{purpose} ({nbytes} bytes)" if purpose else f"{nbytes} bytes"
 
 
 # ------------------------------------------------------------------------------ messages
+
+
+class Pending:
+    """A collective under way. ``wait`` makes its result usable by work that the caller issues next.
+
+    With NCCL the result is usable at once on the stream that issued it, and ``wait`` does nothing.
+    With gloo ``wait`` blocks the host until the messages have arrived, then runs the local rest.
+    """
+
+    __slots__ = ("_finish", "_landed", "_what", "_works")
+
+    def __init__(
+        self,
+        what: str = "",
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        landed: Callable[[], None] | None = None,
+    ) -> None:
+        self._what, self._works, self._finish, self._landed = what, works, finish, landed
+
+    def wait(self) -> None:
+        works, finish = self._works, self._finish
+        if not works and finish is None:
+            return
+        self._works, self._finish = (), None
+        with streams.stalling(self._what):
+            for work in works:
+                work.wait()
+            if self._landed is not None:
+                self._landed()
+            if finish is not None:
+                finish()
+
+    def __del__(self) -> None:
+        """Messages of a collective that nobody waits for arrive all the same: gloo would drop them
+        with their memory, and the next collective would take them for its own."""
+        if not sys.is_finalizing():
+            with suppress(RuntimeError):  # a peer is gone
+                for work in self._works:
+                    work.wait()
+
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """This collective with ``finish`` as its local rest; without messages it runs at once."""
+        if not self._what:
+            finish()
+        else:
+            self._finish = finish
+        return self
+
 
 _DONE = Pending()
 
 
 def _messages(
-    ticket: Ticket,
+    operation: str,
     axis: Axis,
     outgoing: Sequence[Tensor | None],
     incoming: Sequence[Tensor | None],
@@ -102,8 +256,7 @@ def _messages(
     second_round: bool = False,
 ) -> Pending:
     """Send ``outgoing[peer]`` to each peer and receive ``incoming[peer]``, except empty tensors."""
-    tag = ticket.tag + (_SECOND_ROUND if second_round else 0)
-    operation = ticket.operation
+    tag = _TAGS[operation] + second_round
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
     if axis.group is None:
         return Pending(what, (), finish)
@@ -117,11 +270,11 @@ def _messages(
         message = outgoing[target]
         if message is not None and message.numel():
             works.append(dist.isend(_wire(message), axis.peers[target], axis.group, tag))
-    watcher = streams.watcher()
+    watcher, landed = streams.watcher(), None
     if watcher is not None and works:
         received = sum(m.nbytes for m in incoming if m is not None)
-        works = [Flight(works, watcher.flight(operation, axis.name, received))]
-    return Pending(what, works, finish, ticket)
+        landed = watcher.flight(operation, axis.name, received)
+    return Pending(what, works, finish, landed)
 
 
 def _room_for(message: Tensor) -> Tensor:
@@ -139,7 +292,6 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
 
 
 def _gather_messages(
-    ticket: Ticket,
     axis: Axis,
     out: Tensor,
     shard: Tensor,
@@ -150,7 +302,7 @@ def _gather_messages(
     mine = parts[axis.rank]
     if mine.data_ptr() != shard.data_ptr():
         mine.copy_(shard)
-    return _messages(ticket, axis, [mine] * axis.size, parts, finish, second_round)
+    return _messages("all_gather", axis, [mine] * axis.size, parts, finish, second_round)
 
 
 def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
@@ -206,13 +358,13 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return _DONE
-    ticket = _count("all_gather", axis, out.nbytes)
+    _count("all_gather", axis, out.nbytes)
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
         return _by_way_of(place, out, lambda moved: all_gather(moved, shard.to(place), axis))
     if _by_messages(axis, out):
-        return _gather_messages(ticket, axis, out, shard)
+        return _gather_messages(axis, out, shard)
     gather = _native("all_gather_single", "all_gather_into_tensor")
     gather(_wire(out), _wire(shard), group=axis.group)
     return _DONE
@@ -224,7 +376,7 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
     if len(parts) == 1 or axis.size == 1:
         return [all_gather(out, shard, axis) for out, shard in parts][-1]
     first = parts[0][0]
-    ticket = _count("all_gather", axis, sum(out.nbytes for out, _ in parts))
+    _count("all_gather", axis, sum(out.nbytes for out, _ in parts))
     if _imagined(axis, first):
         return _DONE
     if _elsewhere(axis, first) is not None:
@@ -234,8 +386,8 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
         return _DONE
     if _by_messages(axis, first):
         assert len(parts) == 2, "messages of one collective have two tags"
-        pending = _gather_messages(ticket, axis, *parts[0])
-        return _gather_messages(ticket, axis, *parts[1], pending.wait, second_round=True)
+        pending = _gather_messages(axis, *parts[0])
+        return _gather_messages(axis, *parts[1], pending.wait, second_round=True)
     outs, shards = ([pair[side] for pair in parts] for side in (0, 1))
     axis.group.allgather_into_tensor_coalesced(outs, shards).wait()
     return _DONE
@@ -255,7 +407,7 @@ def reduce_scatter(
         if divisor not in (None, 1):
             out.div_(divisor)
         return _DONE
-    ticket = _count("reduce_scatter", axis, full.nbytes)
+    _count("reduce_scatter", axis, full.nbytes)
     if _imagined(axis, full):
         return _DONE
     if (place := _elsewhere(axis, full)) is not None:
@@ -263,7 +415,7 @@ def reduce_scatter(
             place, out, lambda moved: reduce_scatter(moved, full.to(place), axis, divisor=divisor)
         )
     if _by_messages(axis, full):
-        return _reduce_messages(ticket, axis, out, full, divisor)
+        return _reduce_messages(axis, out, full, divisor)
     operation, rest = _native_sum(axis, divisor)
     _native("reduce_scatter_single", "reduce_scatter_tensor")(
         out, full, op=operation, group=axis.group
@@ -273,9 +425,7 @@ def reduce_scatter(
     return _DONE
 
 
-def _reduce_messages(
-    ticket: Ticket, axis: Axis, out: Tensor, full: Tensor, divisor: float | None
-) -> Pending:
+def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | None) -> Pending:
     parts = list(full.view(-1).chunk(axis.size))
     received = [
         parts[peer] if peer == axis.rank else _room_for(parts[peer]) for peer in range(axis.size)
@@ -284,7 +434,7 @@ def _reduce_messages(
     def finish() -> None:
         _sum_in_rank_order(out, received, divisor)
 
-    return _messages(ticket, axis, parts, received, finish)
+    return _messages("reduce_scatter", axis, parts, received, finish)
 
 
 def reduce_parts(
@@ -361,7 +511,7 @@ def all_reduce(
         if divisor not in (None, 1):
             tensor.div_(divisor)
         return _DONE
-    ticket = _count("all_reduce", axis, tensor.nbytes)
+    _count("all_reduce", axis, tensor.nbytes)
     if _imagined(axis, tensor):
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
@@ -369,7 +519,7 @@ def all_reduce(
             place, tensor, lambda moved: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)
         )
     if _by_messages(axis, tensor):
-        return _all_reduce_messages(ticket, axis, tensor, op, divisor)
+        return _all_reduce_messages(axis, tensor, op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
     dist.all_reduce(tensor, op=operation, group=axis.group)
     if rest is not None:
@@ -378,7 +528,7 @@ def all_reduce(
 
 
 def _all_reduce_messages(
-    ticket: Ticket, axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
+    axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
 ) -> Pending:
     flat = tensor.view(-1)
     if tensor.nbytes * axis.size <= _ONE_ROUND_BYTES:
@@ -387,7 +537,7 @@ def _all_reduce_messages(
         def add_up() -> None:
             _sum_in_rank_order(flat, terms, divisor, op)
 
-        return _messages(ticket, axis, [terms[axis.rank]] * axis.size, terms, add_up)
+        return _messages("all_reduce", axis, [terms[axis.rank]] * axis.size, terms, add_up)
 
     length = -(-flat.numel() // axis.size)
     parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
@@ -396,9 +546,9 @@ def _all_reduce_messages(
 
     def share() -> None:
         _sum_in_rank_order(mine, received, divisor, op)
-        _messages(ticket, axis, [mine] * axis.size, parts, second_round=True).wait()
+        _messages("all_reduce", axis, [mine] * axis.size, parts, second_round=True).wait()
 
-    return _messages(ticket, axis, parts, received, share)
+    return _messages("all_reduce", axis, parts, received, share)
 
 
 def all_to_all(
@@ -412,7 +562,7 @@ def all_to_all(
         return _DONE
     width, here = source.element_size(), axis.rank
     sent, arriving = sum(sizes) - sizes[here], sum(out_sizes) - out_sizes[here]
-    ticket = _count("all_to_all", axis, sent * width, arriving * width)
+    _count("all_to_all", axis, sent * width, arriving * width)
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
@@ -422,7 +572,7 @@ def all_to_all(
     if _by_messages(axis, out):
         outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
         incoming[axis.rank].copy_(outgoing[axis.rank])
-        return _messages(ticket, axis, outgoing, incoming)
+        return _messages("all_to_all", axis, outgoing, incoming)
     dist.all_to_all_single(
         _wire(out), _wire(source), list(out_sizes), list(sizes), group=axis.group
     )
@@ -441,42 +591,6 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
         return _by_way_of(place, tensor, lambda moved: broadcast(moved.copy_(tensor), axis, source))
     dist.broadcast(_wire(tensor), axis.peers[source], group=axis.group)
     return _DONE
-
-
-def any_rank(facts: Facts, group: GroupLike) -> Facts:
-    """Whether each fact holds on any rank of the axis: for checks in every step, one bit each. The
-    hosts exchange the bits in log2(size) rounds and wait for no device."""
-    axis = as_axis(group)
-    if axis.size == 1 or axis.pretends or not len(facts):
-        return facts
-    link, known = _host_group(axis), numpy.packbits(facts)
-    what = purpose or f"a check of {len(facts)} facts"
-    ticket = axis.journal.add("all_reduce", what)
-    step = 1
-    while step < axis.size:  # each round doubles the ranks whose facts a rank knows
-        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        theirs = numpy.empty_like(known)
-        works = [
-            dist.irecv(torch.from_numpy(theirs), axis.peers[source], link, ticket.tag),
-            dist.isend(torch.from_numpy(known), axis.peers[target], link, ticket.tag),
-        ]
-        Pending(what, works, ticket=ticket).wait()
-        known = known | theirs
-        step *= 2
-    return numpy.unpackbits(known, count=len(facts)).astype(bool)
-
-
-_HOST_GROUPS: dict[Axis, Any] = {}
-
-
-def _host_group(axis: Axis) -> Any:
-    """A group of the same ranks that sends host memory."""
-    if axis.backends.get("cpu") == "gloo":
-        return axis.group
-    if axis not in _HOST_GROUPS:
-        ranks = list(axis.peers)
-        _HOST_GROUPS[axis] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _HOST_GROUPS[axis]
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:
@@ -500,9 +614,7 @@ def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
     device = "cpu" if "cpu" in axis.backends else next(iter(axis.backends))
     sent = torch.frombuffer(bytearray(mine[:length].ljust(length, b"\0")), dtype=torch.uint8)
     parts = torch.empty(axis.size, length, dtype=torch.uint8, device=device)
-    what = "a few bytes, for ranks to agree (on wrapping, an optimizer, a save, a load)"
-    work = dist.all_gather(list(parts), sent.to(device), group=axis.group, async_op=True)
-    Pending(what, [work], ticket=axis.journal.add("all_gather", what)).wait()
+    dist.all_gather(list(parts), sent.to(device), group=axis.group)
     return [bytes(part) for part in parts.cpu().numpy()]
 
 

@@ -23,11 +23,11 @@ while the weights are replicated.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,47 +43,44 @@ from shardwise.placements import REPLICATE, SHARD, Placement
 from shardwise.tile import Tile
 
 Op = Literal["sum", "max", "min"]
+BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-@dataclass(eq=False)
-class Version:
-    """Counts the writes to a buffer: writes through its ShardedTensors, and optimizer steps."""
+class Backing:
+    """The memory behind ShardedTensors (a ``Buffer``), and what its writers must know of each
+    other. Ranks count the same writes: operations on parameters at rest, steps, loads, moves."""
 
-    count: int = 0
-    # Called when an optimizer has written its whole step, on every rank in the same order: the new
-    # weights may be gathered early.
-    on_stepped: Callable[[], None] | None = None
-    # For each divided item, the elements that each replica's optimizer works on. The gradient is
-    # reduced to these only. The optimizer sets it, alike on every rank, always as a new dictionary.
-    divisions: dict[int, Division] = field(default_factory=dict)
-    # Makes a writer wait for another lane that uses the buffer: a gather, or a reduction into it.
-    reading: Callable[[], None] | None = None
-    unanswered: Callable[[], bool] = bool  # whether a recorded forward had no backward yet
-    failed: Callable[[], bool] = bool  # whether the last backward raised
-    before_step: Callable[[], Any] = bool  # called before an optimizer writes
-    # The items whose earlier microbatches wait to be reduced: no optimizer may step then. Setting
-    # ``.grad`` removes the item, and the next backward drops the microbatches that waited.
-    waiting: set[int] = field(default_factory=set)
-    # Made after wrapping (on the meta device): replicas may differ until the first forward.
-    unsynced: bool = False
-    beside: Any = None  # whole weights that an optimizer may write as well (``buffer.Beside``)
-    # By id: the tensors that ``.data`` and ``detach()`` returned, for as long as they are alive.
-    lent: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    def __init__(self) -> None:
+        self.writes = 0
+        # For each divided item, the elements that each replica's optimizer works on. The gradient
+        # is reduced to these only. The optimizer sets it, alike on every rank, always as a new
+        # dictionary.
+        self.divisions: dict[int, Division] = {}
+        # The items whose earlier microbatches wait to be reduced: no optimizer may step then.
+        # Setting ``.grad`` removes the item, and the next backward drops what waited.
+        self.waiting: set[int] = set()
+        # Made after wrapping (on the meta device): replicas may differ until the first forward.
+        self.unsynced = False
+        # Makes a writer wait for another lane that reads the memory, or reduces into it.
+        self.reading: Callable[[], None] | None = None
+        self.before_step: Callable[[], Any] = bool  # called before an optimizer writes
 
     def await_readers(self) -> None:
-        """Wait, before a write, for gathers that still read the buffer."""
+        """Wait, before a write, for gathers that still read the memory."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading()
 
-    def write(self) -> None:
-        """Count a write that comes next, and wait for gathers that still read the buffer."""
-        self.count += 1
+    def wrote(self) -> None:
+        """Count a write that comes next or has just come, and wait for gathers that still read."""
+        self.writes += 1
         self.await_readers()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Version:
-        # A copied gradient needs the divisions. The rest belongs to the unit, which is not copied.
-        copied = memo[id(self)] = Version(self.count, divisions=self.divisions)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
+        """A copied gradient needs the divisions. The rest belongs to the unit, which is not
+        copied."""
+        copied = memo[id(self)] = Backing()
+        copied.writes, copied.divisions = self.writes, self.divisions
         return copied
 
 
@@ -108,12 +105,17 @@ class Rows(Shard):
 
     def __eq__(self, other: object) -> bool:
         """Equal to the rows of the same tensor alone: torch caches the placements of results, and
-        must not give one tensor the rows of another."""
+        must not give one tensor the rows of another. Torch before 2.13 asks for ``Shard(0)`` when
+        it checks a new DTensor."""
+        if BEFORE_2_13 and sys._getframe(1).f_code.co_name == "_verify_shard_order":
+            return not self != other
         return isinstance(other, Rows) and self.cut is other.cut
 
     def __ne__(self, other: object) -> bool:
         """No other than ``Shard(0)``, for torch's check of a new DTensor."""
-        return not (self == other or (type(other) is Shard and other.dim == 0))
+        if isinstance(other, Rows):
+            return self.cut is not other.cut
+        return not (type(other) is Shard and other.dim == 0)
 
     def __hash__(self) -> int:
         return hash((Rows, id(self.cut)))

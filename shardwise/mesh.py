@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import comm
 from shardwise.agreement import all_ranks
-from shardwise.lockstep import Journal
 from shardwise.notices import CannotMeet, warn_once
 from shardwise.placements import Placement, num_shards, shard_range
 from shardwise.rehearsal import SHARED, ranks_per_gpu, use_gpu
@@ -356,5 +355,4 @@ def _subgroup(axis: comm.Axis, mine: tuple[int, ...], name: str) -> comm.Axis:
         made = dist.new_group(peers)
         group = made if first == mine[0] else group
     rank = mine.index(axis.peers[axis.rank])
-    journal = Journal(group, rank, len(mine))
-    return comm.Axis(name, group, len(mine), rank, axis.backends, mine, journal)
+    return comm.Axis(name, group, len(mine), rank, axis.backends, mine)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,16 +27,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
-from shardwise.cut import Cut, Version
-from shardwise.notices import warn_once
+from shardwise.cut import Backing, Cut
 from shardwise.tensor_ops import Operations
-from shardwise.tensor_whole import gathered
 
-__all__ = ["Cut", "ShardedTensor", "Version"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Backing", "Cut", "ShardedTensor"]
 
 GRAD: Any = Tensor.grad
 UNREDUCED = (
@@ -49,19 +43,19 @@ UNREDUCED = (
 class ShardedTensor(DTensor):
     """This rank's piece of a tensor, with the shape of the whole tensor.
 
-    ``version`` counts every in-place operation on the tensor and on its aliases (``detach()``,
-    ``nn.Parameter(...)``). Tensors made from it, such as optimizer states, have no version.
+    ``buffer`` counts every in-place operation on the tensor and on its aliases (``detach()``,
+    ``nn.Parameter(...)``). Tensors made from it, such as optimizer states, have no buffer.
     """
 
     _local_tensor: Tensor
     cut: Cut
-    version: Version | None
+    buffer: Backing | None
     # No __slots__: torch's staging of asynchronous checkpoints copies the two slots of DTensor and
-    # the __dict__, where cut and version are.
+    # the __dict__, where cut and buffer are.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
-        cls, local: Tensor, cut: Cut, *, requires_grad: bool = False, version: Version | None = None
+        cls, local: Tensor, cut: Cut, *, requires_grad: bool = False, buffer: Backing | None = None
     ) -> ShardedTensor:
         if local.shape != cut.local_shape:
             raise ValueError(
@@ -69,7 +63,7 @@ class ShardedTensor(DTensor):
                 f"holds elements {cut.piece[0]} to {cut.piece[1]} of {list(cut.shape)}: pass a "
                 f"tensor of shape {list(cut.local_shape)}"
             )
-        return _wrap(local.detach(), cut, version, requires_grad)
+        return _wrap(local.detach(), cut, buffer, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: DTensor's would import torch's compiler, and that keeps the caller's frame
@@ -84,14 +78,14 @@ class ShardedTensor(DTensor):
         return _operations(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self.cut, self.version, self.requires_grad)
+        return ["_local_tensor"], (self.cut, self.buffer, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
-        cut, version, requires_grad = flatten_spec
-        return _wrap(inner_tensors["_local_tensor"], cut, version, requires_grad)
+        cut, buffer, requires_grad = flatten_spec
+        return _wrap(inner_tensors["_local_tensor"], cut, buffer, requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]
         lo, hi = self.cut.piece
@@ -109,8 +103,8 @@ class ShardedTensor(DTensor):
             raise RuntimeError(
                 f"'{self.cut.name}': only leaves of the autograd graph can be copied"
             )
-        version = copy.deepcopy(self.version, memo)  # one copy for all tensors of a buffer
-        new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
+        buffer = copy.deepcopy(self.buffer, memo)  # one copy for all tensors of a buffer
+        new = _wrap(self._local_tensor.clone(), self.cut, buffer, self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if (grad := GRAD.__get__(self)) is not None:
@@ -150,57 +144,20 @@ class ShardedTensor(DTensor):
             self._local_tensor.data_ptr = functools.partial(int, id(self.cut))  # type: ignore[method-assign]
         return self._local_tensor.data_ptr()
 
-    def detach(self) -> ShardedTensor:
-        alias: Any = super().detach()  # type: ignore[no-untyped-call]
-        if self.version is not None:
-            self.version.lent[id(alias)] = alias
-        return alias  # type: ignore[no-any-return]
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """``nn.Parameter(x)`` is ``x.detach().requires_grad_()``, so the alias is a parameter now
-        and no longer lent."""
-        if self.version is not None:
-            self.version.lent.pop(id(self), None)
-        super().requires_grad_(requires_grad)
-        return self
-
     @property  # type: ignore[override]
     def data(self) -> ShardedTensor:
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write the values into the buffer. Tensors that ``.data`` and ``detach()`` returned before
-        move to new memory with the old values, so they can be assigned again (``backup = p.data``).
-        """
-        view = isinstance(value, ShardedTensor) and value.version is not None
-        if view and (value.version, value.cut) == (self.version, self.cut):  # type: ignore[attr-defined]
-            return  # p.data = p.data.to(...), which changed nothing
-        if view or value.shape != self.shape or value.dtype != self.dtype:
-            given = "a view of another parameter" if view else f"{value.dtype} {list(value.shape)}"
+        """Write the values into the buffer, which a parameter never leaves."""
+        if value.shape != self.shape or value.dtype != self.dtype:
             raise NotImplementedError(
-                f"'{self.cut.name}'.data = {given}: a parameter keeps its buffer, its shape and "
-                f"{self.dtype}. Assign a tensor with its own memory (to swap two parameters, clone "
-                f"one first); model.to(dtype) converts a whole model"
+                f"'{self.cut.name}'.data = {value.dtype} {list(value.shape)}: a parameter keeps "
+                f"its buffer, its shape and {self.dtype}; model.to(dtype) converts a whole model"
             )
-        for lent in list(self.version.lent.values()) if self.version is not None else ():
-            if lent.cut is self.cut:
-                lent._local_tensor, lent.version = lent._local_tensor.clone(), None
         with torch.no_grad():
             self.copy_(value)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Write in place if the elements are one run, else through the whole tensor (collective
-        over the axes that cut it). An unbound ``Tensor.__setitem__`` is refused in that case."""
-        try:
-            super().__setitem__(key, value)
-        except NotImplementedError:
-            if torch.is_grad_enabled() and self.requires_grad:
-                raise
-            key, value = tree_map_only(DTensor, gathered, (key, value))
-            full = self.full_tensor()
-            full[key] = value
-            self.copy_(full)
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
@@ -213,83 +170,27 @@ class ShardedTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             GRAD.__set__(self, value)
-        if self.version is not None and getattr(self, "_is_param", False):
-            self.version.waiting.discard(self.cut.index)
+        if self.buffer is not None and getattr(self, "_is_param", False):
+            self.buffer.waiting.discard(self.cut.index)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def register_hook(self, hook: Any) -> Any:
-        """Refuse for parameters: forward computes with another tensor, so no backward would call
-        the hook."""
-        self._refuse_hooks("register_hook(...)")
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Call ``hook`` after the reduced gradient. autograd itself calls the hook if a loss reads
-        this parameter at rest. One backward may do both: a warning says so."""
-        last_backward = -1
-        name, is_first = self.cut.name, not any(self.cut.ranks.coordinate)
-
-        @functools.wraps(hook, updated=())
-        def call(parameter: Tensor) -> None:
-            nonlocal last_backward
-            backward = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-            if backward == last_backward != -1:
-                warn_once(
-                    logger,
-                    "one backward brings '%s' a reduced gradient and the gradient of a loss that "
-                    "reads the parameter itself (a penalty on weights), and calls its "
-                    "post-accumulate hooks for each: an optimizer that steps in these hooks steps "
-                    "twice, where one process would step once. Step after backward, or compute the "
-                    "penalty inside the module's forward",
-                    name,
-                    about="hooks twice",
-                    first=is_first,
-                )
-            last_backward = backward
-            hook(parameter)
-
-        return super().register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-
-    def view_as(self, other: Tensor) -> Any:
-        """Refuse a parameter viewed as itself: that is how a caller gets its node in the graph, to
-        register a hook there."""
-        self._refuse_node(other)
-        return super().view_as(other)
-
-    def expand_as(self, other: Tensor) -> Any:
-        self._refuse_node(other)
-        return super().expand_as(other)
-
-    def _refuse_node(self, other: Tensor) -> None:
-        if other is self and torch.is_grad_enabled() and self.requires_grad:
-            self._refuse_hooks("view_as(itself) or expand_as(itself), for its node in the graph")
-
-    def _refuse_hooks(self, what: str) -> None:
-        if isinstance(self, torch.nn.Parameter):
-            raise NotImplementedError(
-                f"'{self.cut.name}'.{what}: forward computes with gathered weights, so no backward "
-                f"would call a hook here. register_post_accumulate_grad_hook sees the reduced "
-                f"gradient and may change it in place"
-            )
 
     # ------------------------------------------------------------------ DTensor's methods
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece, aliased. No gradient flows through it.
 
-        In-place operations of torch on it count as writes. Writes by its address outside of an
-        optimizer's step (numpy, DLPack, its ``.data``, another library's kernel) are not seen:
-        call ``sw.mark_written`` after them.
+        Writes to it outside of an optimizer's step are not counted: call ``sw.mark_written`` after
+        them.
         """
         if grad_placements is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
             )
-        if self.version is not None:
-            self.version.await_readers()  # the caller may write
+        if self.buffer is not None:
+            self.buffer.await_readers()  # the caller may write
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
@@ -359,8 +260,8 @@ class ShardedTensor(DTensor):
         """This rank's boxes, for a load. All ranks count the write that the load will make, also
         ranks without a box."""
         self._refuse_experts()
-        if self.version is not None:
-            self.version.write()
+        if self.buffer is not None:
+            self.buffer.wrote()
         return self._chunks()
 
     def _refuse_experts(self) -> None:
@@ -413,7 +314,7 @@ _make = torch.Tensor._make_wrapper_subclass
 
 
 def _wrap(
-    local: Tensor, cut: Cut, version: Version | None = None, requires_grad: bool = False
+    local: Tensor, cut: Cut, buffer: Backing | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
     """A ShardedTensor, made without checks and without ``__init__``: optimizers make hundreds per
     step.
@@ -421,10 +322,10 @@ def _wrap(
     DTensor's own constructor would copy the storage offset of the local tensor, a view into a
     buffer, and ``data_ptr()`` would then look like memory. Without an offset it is 0.
     """
-    if version is not None and torch.is_inference_mode_enabled():
+    if buffer is not None and torch.is_inference_mode_enabled():
         # A view must be a normal tensor, as its base is.
         with torch.inference_mode(False):
-            return _wrap(local, cut, version, requires_grad)
+            return _wrap(local, cut, buffer, requires_grad)
     tensor: Any = _make(
         ShardedTensor,
         cut.shape,
@@ -436,7 +337,7 @@ def _wrap(
     tensor._local_tensor = local
     tensor._spec = cut.spec(local.dtype)
     tensor.cut = cut
-    tensor.version = version
+    tensor.buffer = buffer
     return tensor  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 """Torch ops on a ShardedTensor: a table from op to handler, filled on first use.
 
     kind          examples                              what runs
-    alias         detach, view of the same shape        the same local memory, the same version
+    alias         detach, view of the same shape        the same local memory and buffer
     factory       zeros_like, new_empty                 on the local, same cut (NaN: to_empty)
     pointwise     add_, where, lerp                     on the locals, same cut (else gathered)
     foreach       _foreach_addcmul_                     on lists of locals
@@ -68,7 +68,7 @@ _FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 class Operations:
-    """The op table of one DTensor subclass. ``wrap(local, cut, version)`` makes its instances."""
+    """The op table of one DTensor subclass. ``wrap(local, cut, buffer)`` makes its instances."""
 
     def __init__(self, kind: type[Any], wrap: Callable[..., Any]) -> None:
         self.kind, self.wrap = kind, wrap
@@ -268,8 +268,8 @@ class Operations:
     def _write(self, targets: Sequence[Any]) -> None:
         """Count a write that comes next, to targets that are weights and gradients."""
         for target in targets:
-            if type(target) is self.kind and target.version is not None:
-                target.version.write()
+            if type(target) is self.kind and target.buffer is not None:
+                target.buffer.wrote()
 
     def _foreach(
         self,
@@ -330,18 +330,18 @@ class Operations:
         source = args[0]
         if len(args) > 1 and not same_shape(args[1], source.cut):
             self._refuse(func, args, kwargs)
-        return self.wrap(source._local_tensor, source.cut, source.version)
+        return self.wrap(source._local_tensor, source.cut, source.buffer)
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = args[0]
         if name in ("view", "_unsafe_view") and same_shape(args[1], source.cut):
-            return self.wrap(source._local_tensor, source.cut, source.version)
+            return self.wrap(source._local_tensor, source.cut, source.buffer)
         runs = spans(func, source.cut.shape, source.dtype, args[1:], kwargs)
         # In a tile, or where replicas divide a tensor, a rank's elements are no run of the whole.
         if runs is None or source.cut.division is not None or source.cut.tile is not None:
             return self._gather(func, args, kwargs)
         parts = [viewed(source.cut, span, source._local_tensor) for span in runs]
-        views = [self.wrap(local, cut, source.version) for local, cut in parts]
+        views = [self.wrap(local, cut, source.buffer) for local, cut in parts]
         return views if name in ("split", "split_with_sizes", "unbind") else views[0]
 
     def _factory(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -391,7 +391,7 @@ class Operations:
         target, *rest = args
         if type(target) is not self.kind or any(isinstance(arg, Tensor) for arg in rest):
             self._refuse(func, args, kwargs)
-        cut, local, version = target.cut, target._local_tensor, target.version
+        cut, local, buffer = target.cut, target._local_tensor, target.buffer
         seed = checksum_of_generator(local, kwargs.get("generator"))
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         drawn = func(full, *rest, **kwargs)
@@ -400,11 +400,9 @@ class Operations:
             local.copy_(cut.take(full))
         else:
             target = self.wrap(cut.take(drawn).clone(), cut)
-        for axis in () if local.is_meta or (version and version.unsynced) else cut.replica_axes:
-            comm.purpose = f"a check of random numbers for '{cut.name}'"
-            seeds_differ = differ(seed, axis)
-            comm.purpose = ""
-            if seeds_differ:
+        unsynced = buffer is not None and buffer.unsynced
+        for axis in () if local.is_meta or unsynced else cut.replica_axes:
+            if differ(seed, axis):
                 comm.broadcast(target._local_tensor, axis).wait()
         return target
 

@@ -16,7 +16,7 @@ Partials travel in float64 (or int64): the square of a float32 norm is exact the
 half-precision partials would be rounded, or overflow, before they are combined.
 
 A gather is expensive, so each kind of operation that gathers warns once. Transposed and cut-out
-parts are copies here and views in torch: a write to such a copy is refused, so that it is not lost.
+parts are copies here and views in torch: a write to such a copy does not reach the parameter.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ import copy
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
-from torch.nn import Parameter
-from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.cut import Cut, Op
@@ -52,30 +49,10 @@ CUT_OTHERWISE = (
 )
 
 
-_shares: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-
 class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
     placements: tuple[()] = ()  # on no mesh
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, Parameter) for kind in types):
-            return NotImplemented  # an fp8 parameter, which has its own operations
-        with torch._C.DisableTorchFunctionSubclass():
-            leaves = tree_flatten((args, kwargs))[0]
-            copies = [(leaf, leaf.plain._version) for leaf in leaves if isinstance(leaf, _Copy)]
-            args, kwargs = tree_map_only(_Copy, attrgetter("plain"), (args, kwargs or {}))
-            result = func(*args, **kwargs)
-            for copied, version in copies:
-                if copied.plain._version != version:
-                    copied.refuse(func.__name__)
-            if type(result) is Tensor and func not in get_default_nowrap_functions():
-                names = [copied.of for copied, _ in copies if _shares(copied.plain, result)]
-                return whole(result, names[0] if names else "")
-        return result
 
     def full_tensor(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -96,41 +73,9 @@ class WholeTensor(Tensor):
         return format(self.full_tensor(), spec)
 
 
-class _Copy(WholeTensor):
-    """A copy in place of a view that torch would have returned: it can be read but not written."""
-
-    of: str  # the name of the parameter
-    plain: Tensor  # the same memory as a plain tensor, with its own version counter
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse writes inside torch, which ``__torch_function__`` does not see: an unbound
-        ``Tensor.__setitem__`` takes a view and writes to it."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, _Copy) and argument.alias_info and argument.alias_info.is_write:
-                value.refuse(func)
-        args, kwargs = tree_map_only(_Copy, attrgetter("plain"), (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def refuse(self, what: object) -> NoReturn:
-        raise NotImplementedError(
-            f"{what} writes to a gathered copy of '{self.of}', and not to the parameter: write "
-            f"with parameter.copy_(values) under torch.no_grad(), or clone this tensor first"
-        )
-
-    def full_tensor(self) -> Tensor:
-        return self.plain
-
-
-def whole(value: Tensor, of: str = "") -> WholeTensor:
-    """``value`` as a WholeTensor, with the same memory and the same graph. ``of``: the name of a
-    parameter, if ``value`` is a copy that a caller may take for a view of this parameter."""
-    made: Any = value.as_subclass(_Copy if of else WholeTensor)
-    if of:
-        made.of, made.plain = of, value
-    return made  # type: ignore[no-any-return]
+def whole(value: Tensor) -> WholeTensor:
+    """``value`` as a WholeTensor, with the same memory and the same graph."""
+    return value.as_subclass(WholeTensor)  # type: ignore[no-any-return]
 
 
 def gathered(source: DTensor) -> Tensor:
@@ -203,7 +148,7 @@ def on_the_whole(
     with torch.no_grad():
         result = func(*plain[0], **(plain[1] | fresh))
         if not targets:
-            kind = replicated if recorded else partial(whole, of=name if _is_view(func) else "")
+            kind = replicated if recorded else whole
             return tree_map_only(Tensor, kind, result)
     for key, target in targets.items():
         target.copy_(fresh[key])

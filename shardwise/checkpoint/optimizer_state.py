@@ -27,7 +27,7 @@ from shardwise.layout import Shape
 from shardwise.notices import warn_once
 from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.optim.storage import local_of, version_of
+from shardwise.optim.storage import buffer_of, local_of
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ def create_state(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _own_values_as_gradients(parameters: list[Tensor]) -> Iterator[None]:
-    versions = {id(v): v for p in parameters if (v := version_of(p)) is not None}.values()
-    waiting = [version.waiting for version in versions]  # gradients to come, which stay to come
-    for version in versions:
-        version.waiting = set()
+    buffers = {id(b): b for p in parameters if (b := buffer_of(p)) is not None}.values()
+    waiting = [buffer.waiting for buffer in buffers]  # gradients to come, which stay to come
+    for buffer in buffers:
+        buffer.waiting = set()
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -84,8 +84,8 @@ def _own_values_as_gradients(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
-        for version, items in zip(versions, waiting, strict=True):
-            version.waiting = items
+        for buffer, items in zip(buffers, waiting, strict=True):
+            buffer.waiting = items
 
 
 def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:

@@ -182,8 +182,8 @@ class Copies:
     def write(self) -> None:
         """Write the staged values into the tensors. This reads no file, so it can't fail on one."""
         for tensor in self._wanted:
-            if isinstance(tensor, ShardedTensor) and tensor.version is not None:
-                tensor.version.write()  # on every rank, also if it stores nothing of the tensor
+            if isinstance(tensor, ShardedTensor) and tensor.buffer is not None:
+                tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
         while self._staged:
             self._staged.pop()()
 

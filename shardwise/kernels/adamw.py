@@ -37,22 +37,20 @@ def step_rates(
 @triton.jit
 def _adamw_kernel(
     table_ptr, rates_ptr, clip_ptr, count, beta_1, beta_2, fresh_1, fresh_2, eps,
-    grad_type: tl.constexpr, beside_type: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
-    chunk: tl.constexpr,
+    grad_type: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(1).to(tl.int64)
     weight_ptr = tl.load(table_ptr + piece).to(tl.pointer_type(tl.float32))
     grad_ptr = tl.load(table_ptr + count + piece).to(tl.pointer_type(grad_type))
     average_ptr = tl.load(table_ptr + 2 * count + piece).to(tl.pointer_type(tl.float32))
     square_ptr = tl.load(table_ptr + 3 * count + piece).to(tl.pointer_type(tl.float32))
-    beside_ptr = tl.load(table_ptr + 4 * count + piece).to(tl.pointer_type(beside_type))
-    length = tl.load(table_ptr + 5 * count + piece)
+    length = tl.load(table_ptr + 4 * count + piece)
     factor = tl.load(clip_ptr)
     length = tl.where(tl.load(clip_ptr + 1) == 0.0, length, 0)
     if aligned:
         weight_ptr, grad_ptr = tl.multiple_of(weight_ptr, 16), tl.multiple_of(grad_ptr, 16)
         average_ptr, square_ptr = tl.multiple_of(average_ptr, 16), tl.multiple_of(square_ptr, 16)
-        beside_ptr, length = tl.multiple_of(beside_ptr, 16), tl.multiple_of(length, 16)
+        length = tl.multiple_of(length, 16)
     size = tl.load(rates_ptr + piece)
     root = tl.load(rates_ptr + count + piece)
     keep = tl.load(rates_ptr + 2 * count + piece)
@@ -67,8 +65,6 @@ def _adamw_kernel(
         tl.store(square_ptr + place, v, mask=mask)
         w -= size * m / (tl.sqrt(v) * root + eps)
         tl.store(weight_ptr + place, w, mask=mask)
-        if beside_type != tl.float32:  # else it is the weight itself
-            tl.store(beside_ptr + place, w.to(beside_type), mask=mask)
 
 
 def fits(*pieces: Sequence[Tensor]) -> bool:
@@ -91,21 +87,18 @@ def step(
     eps: float,
     weight_decay: float,
     clip: Tensor,
-    besides: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Update all pieces in place, like torch's AdamW with clipped gradients, and count the steps.
 
-    ``clip`` [2]: the factor of the gradients; and 1 if nothing may change, else 0. ``besides``:
-    16-bit copies of some weights, which are written too.
+    ``clip`` [2]: the factor of the gradients; and 1 if nothing may change, else 0.
     """
     # A list: torch would treat a single tensor as a scalar, and read it on the host.
     torch._foreach_add_(list(steps), [1 - clip[1]] * len(steps))
-    copies = [b if b is not None else w for b, w in zip(besides or weights, weights, strict=True)]
-    columns = (weights, grads, averages, squares, copies)
+    columns = (weights, grads, averages, squares)
     # A launch has as many programs for each piece as the longest piece needs, so short pieces have
     # a launch of their own.
-    rows = zip(weights, grads, copies, strict=True)
-    kinds = [(weight.numel() > CHUNK, grad.dtype, copy.dtype) for weight, grad, copy in rows]
+    rows = zip(weights, grads, strict=True)
+    kinds = [(weight.numel() > CHUNK, grad.dtype) for weight, grad in rows]
     for kind in dict.fromkeys(kinds):
         chosen = [index for index, other in enumerate(kinds) if other == kind]
         table = addresses([[column[index] for index in chosen] for column in columns])
@@ -114,6 +107,5 @@ def step(
         run(
             _adamw_kernel, (-(-table.longest // CHUNK), len(chosen)),
             table.entries, rates, clip, len(chosen), *betas, 1 - betas[0], 1 - betas[1], eps,
-            grad_type=TYPES[kind[1]], beside_type=TYPES[kind[2]], aligned=table.aligned,
-            block=BLOCK, chunk=CHUNK, num_warps=8,
+            grad_type=TYPES[kind[1]], aligned=table.aligned, block=BLOCK, chunk=CHUNK, num_warps=8,
         )  # fmt: skip

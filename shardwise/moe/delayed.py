@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.hooks import on_use
 from shardwise.moe.weights import Pending, is_wanted, parameters_of
-from shardwise.tensor_steps import on_use
 from shardwise.words import quoted
 
 

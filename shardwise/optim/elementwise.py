@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from shardwise.buffer import Beside
 from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
 from shardwise.optim.settings import range_problems
-from shardwise.optim.storage import local_of, version_of
+from shardwise.optim.storage import local_of
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,7 @@ def step(
         from shardwise.kernels import adamw as kernel
 
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        besides, written = _besides(updated)
-        kernel.step(weights, grads, averages, squares, steps, clip=clip, besides=besides, **options)
-        for beside in written:
-            beside.written()
+        kernel.step(weights, grads, averages, squares, steps, clip=clip, **options)
     elif weights:
         torch_adamw(
             weights,
@@ -107,24 +103,6 @@ def step(
             found_inf=None if clip is None else clip[1],
         )
     return stepped
-
-
-def _besides(parameters: list[Tensor]) -> tuple[list[Tensor | None], list[Beside]]:
-    """The whole weight that the step may write together with each parameter, or None; and the
-    :class:`Beside` objects whose weights are written."""
-    members_of: dict[Beside, dict[int, Tensor]] = {}
-    for parameter in parameters:
-        version = version_of(parameter)
-        if version is not None and version.beside is not None:
-            members_of.setdefault(version.beside, {})[parameter.cut.index] = parameter  # type: ignore[attr-defined]
-    weights: dict[int, Tensor] = {}  # by id of the parameter
-    written = []
-    for beside, members in members_of.items():
-        views = beside.views(members)
-        if views is not None:
-            weights |= {id(member): views[item] for item, member in members.items()}
-            written.append(beside)
-    return [weights.get(id(parameter)) for parameter in parameters], written
 
 
 def _kernel_fits(*pieces: list[Tensor]) -> bool:

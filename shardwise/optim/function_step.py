@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.division import ByMatrix
 from shardwise.layout import ELEMENT, Item, Layout
@@ -50,7 +48,6 @@ class FunctionGroup(MatrixGroup):
         self._refuse_other_matrices()
         self._mesh = self._data_mesh()
         self._states: States = {}
-        self._problem: str | None = None
         # Batches of the last step on a GPU whose updates were not yet checked: the first matrix of
         # each, and a function that reads the largest elements of the update and of the gradient.
         self._unread: list[tuple[Key, Callable[[], list[float]]]] = []
@@ -157,13 +154,13 @@ class FunctionGroup(MatrixGroup):
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
+    def step(self, states: States, clip: Tensor | None = None) -> list[Tensor]:
         self._states = states
         for key, read_largest in self._unread:
             problem = self._not_finite(key, read_largest(), "the last")
-            if problem is not None and self._problem is None:
+            if problem is not None:
                 name = self.exchange.matrices[key[0]].name
-                self._problem = f"'{name}': {problem}; the weights have that update already"
+                raise RuntimeError(f"'{name}': {problem}; the weights have that update already")
         self._unread.clear()
         return super().step(states, clip)
 
@@ -197,9 +194,8 @@ class FunctionGroup(MatrixGroup):
             try:
                 updates[numbers] = self._call(gradients[numbers], [keys[n] for n in numbers], first)
             except Exception as error:
-                if self._problem is None:
-                    name = self.exchange.matrices[keys[numbers[0]][0]].name
-                    self._problem = f"'{name}': {type(error).__name__}: {error}"
+                name = self.exchange.matrices[keys[numbers[0]][0]].name
+                raise RuntimeError(f"'{name}': {type(error).__name__}: {error}") from error
         return updates if self.blocks is None else self.blocks.take(updates)
 
     def _call(self, gradients: Tensor, keys: Sequence[Key], first: bool) -> Tensor:
@@ -252,18 +248,6 @@ class FunctionGroup(MatrixGroup):
         to it."""
         steps = self._state(key, STEPS)
         return self._seen.get(key) != steps._version and float(steps) == 0
-
-    def _check(self) -> None:
-        """Raise on every rank the problem of any rank (collective)."""
-        problem, self._problem = self._problem, None
-        failed, axes = problem is not None, self.sharding.axes
-        for axis in axes:
-            failed = bool(comm.any_rank(numpy.array([failed]), axis)[0])
-        if not failed:
-            return
-        for axis in axes:
-            problem = next((text for text in comm.agree(problem, axis) if text is not None), None)
-        raise RuntimeError(f"the step stopped before it changed this weight: {problem}")
 
     def _apply_group(
         self, now: StepValues, group: dict[str, Any], weights: Any, updates: Any, scale: float

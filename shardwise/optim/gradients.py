@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.cut import Cut, reduced
 from shardwise.division import Division
-from shardwise.optim.storage import local_of, sharding_of, version_of
+from shardwise.hooks import refuse_unreduced
+from shardwise.optim.storage import buffer_of, local_of, sharding_of
 from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.tensor_steps import refuse_unreduced
 from shardwise.tensor_whole import gathered
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
@@ -51,8 +51,8 @@ class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
 
 def division_of(parameter: Tensor) -> Division | None:
     """The elements that each replica updates; None: every replica updates the whole parameter."""
-    version = version_of(parameter)
-    return None if version is None else version.divisions.get(parameter.cut.index)  # type: ignore[attr-defined]
+    buffer = buffer_of(parameter)
+    return None if buffer is None else buffer.divisions.get(parameter.cut.index)  # type: ignore[attr-defined]
 
 
 def divide(parameter: Tensor, division: Division | None) -> None:
@@ -60,15 +60,15 @@ def divide(parameter: Tensor, division: Division | None) -> None:
 
     Collective if a gradient with another division exists, which is brought to all replicas.
     """
-    if not isinstance(parameter, ShardedTensor) or parameter.version is None:
+    if not isinstance(parameter, ShardedTensor) or parameter.buffer is None:
         return
-    version, index = parameter.version, parameter.cut.index
-    if version.divisions.get(index) == division:
+    buffer, index = parameter.buffer, parameter.cut.index
+    if buffer.divisions.get(index) == division:
         return
-    others = version.divisions.items()
-    version.divisions = {key: value for key, value in others if key != index}
+    others = buffer.divisions.items()
+    buffer.divisions = {key: value for key, value in others if key != index}
     if division is not None:
-        version.divisions[index] = division
+        buffer.divisions[index] = division
     grad = GRAD.__get__(parameter)
     if isinstance(grad, ShardedTensor) and grad.cut.division is not None:
         GRAD.__set__(parameter, torch.zeros_like(parameter).copy_(grad))

@@ -13,7 +13,7 @@ functions (function_step.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from shardwise.kernels.newton_schulz import uses_kernels
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.gradients import divide, gradient_of, state_cut
-from shardwise.optim.ownership import assign_owners, update_order
+from shardwise.optim.ownership import assign_owners
 from shardwise.optim.presets import DEFAULT, polynomial_of, price
 from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
 from shardwise.optim.routing import Route
@@ -39,7 +39,6 @@ from shardwise.optim.storage import (
     local_of,
     pieces_of,
     sharding_of,
-    version_of,
 )
 from shardwise.tensor import ShardedTensor
 
@@ -101,7 +100,6 @@ class MatrixParameter:
         position: int,
         *,
         measured: bool,
-        order: int,
         known: Known,
         divided: Sequence[Piece] | None,
     ) -> list[Matrix]:
@@ -125,7 +123,7 @@ class MatrixParameter:
             matrices = matrices_of(shape, self.split_here[0])
             known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
         return [
-            replace(matrix, name=self.name + matrix.name, parameter=position, order=order)
+            replace(matrix, name=self.name + matrix.name, parameter=position)
             for matrix in known[key][1]
         ]
 
@@ -158,21 +156,14 @@ class MatrixGroup:
         axes = sharding.ranks.axes if sharding.mesh is not None else ()
         measured = kernels_everywhere(device, axes)
         known: Known = {}
-        part_of = self._part_of()
-        # By part of the step: the positions of the members that are updated in it. Their weights
-        # can be gathered when the part is done.
-        self.parts = [
-            [position for position, own_part in enumerate(part_of) if own_part == part]
-            for part in sorted(set(part_of))
-        ]
         self._prepare(locals_, measured)
-        matrices = self._matrices(measured, part_of, known)
+        matrices = self._matrices(measured, known)
         options = self._exchange_options(matrices)
         if replicas is not None:
             self.spread = self._spread(matrices, shards, replicas, options)
         if self.spread is not None:
             self.sharding = self.spread.sharding
-            matrices = self._matrices(measured, part_of, known)
+            matrices = self._matrices(measured, known)
             shards, replicas = self.sharding.axis(self.sharding.sharded), None
         self.exchange = Exchange(
             matrices,
@@ -184,8 +175,6 @@ class MatrixGroup:
             **options,
         )
         self.exchange.agree()
-        of_round = [matrices[index].order for index, *_ in self.exchange.ownership.rounds]
-        self._num_rounds = [of_round.count(part) for part in sorted(set(part_of))]
         self._divide_between_replicas(sharding)
         self._plan_step()
 
@@ -196,14 +185,13 @@ class MatrixGroup:
             return None
         return Blocks(axis, self.sharding.block_dim, mode)
 
-    def _matrices(self, measured: bool, part_of: Sequence[int], known: Known) -> list[Matrix]:
+    def _matrices(self, measured: bool, known: Known) -> list[Matrix]:
         return [
             matrix
             for position, member in enumerate(self.members)
             for matrix in member.matrices(
                 position,
                 measured=measured,
-                order=part_of[position],
                 known=known,
                 divided=None if self.spread is None else self.spread.pieces[position],
             )
@@ -239,15 +227,6 @@ class MatrixGroup:
     def _parameter(self, index: int) -> int:
         """The position of the parameter of a matrix."""
         return self.exchange.matrices[index].parameter
-
-    def _part_of(self) -> list[int]:
-        """By member: the part of the step in which it is updated. There is one part, unless units
-        gather weights during the step."""
-        versions = [version_of(member.parameter) for member in self.members]
-        if not any(version is not None and version.on_stepped is not None for version in versions):
-            return [0] * len(versions)
-        sizes = [member.parameter.numel() for member in self.members]
-        return update_order([id(version) for version in versions], sizes)
 
     def _divide_between_replicas(self, sharding: Sharding) -> None:
         """Have each gradient reduced to the replicas that compute its matrices."""
@@ -290,9 +269,6 @@ class MatrixGroup:
         """By owner (replica, rank): the bytes of states that lie there, not with the weights."""
         return Counter()
 
-    def _check(self) -> None:
-        """Raise on every rank the problem of any rank."""
-
     def _scale_left(self, span: Span) -> float:
         """The factor by which the updates of a span must still be multiplied."""
         return 1.0
@@ -309,8 +285,8 @@ class MatrixGroup:
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
-        """One step, part by part; yields the parameters that each part has written.
+    def step(self, states: States, clip: Tensor | None = None) -> list[Tensor]:
+        """One step; returns the parameters that it has written.
 
         A parameter that has no gradient, on this rank and on all others, is skipped. The exchange
         stays as planned, with zeros in its place, unless no parameter has a gradient.
@@ -318,19 +294,17 @@ class MatrixGroup:
         given = [member.parameter.grad is not None for member in self.members]
         now = StepValues(states, given, clip)
         self._advance_others(now)
-        rounds = self.exchange.run(partial(self._begin, now), partial(self._compute, now))
-        for part, count in zip(self.parts, self._num_rounds, strict=True):
-            positions = [position for position in part if given[position]]
-            self._step_local(now, positions)
-            for _ in range(count if any(given) else 0):
-                spans, updates = next(rounds)
-                self._check()
+        positions = [position for position, has in enumerate(given) if has]
+        self._step_local(now, positions)
+        if positions:
+            begin, compute = partial(self._begin, now), partial(self._compute, now)
+            for spans, updates in self.exchange.run(begin, compute):
                 self._apply(now, spans, updates)
                 del updates
-            if self.spread is not None:
-                weights = [local_of(member.parameter) for member in self.members]
-                self.spread.gather(positions, weights)
-            yield [self.members[position].parameter for position in positions]
+        if self.spread is not None:
+            weights = [local_of(member.parameter) for member in self.members]
+            self.spread.gather(positions, weights)
+        return [self.members[position].parameter for position in positions]
 
     def _by_group(self, spans: Sequence[Span], given: Sequence[bool]) -> list[list[int]]:
         """The numbers of spans whose parameters have gradients, by parameter group and scale."""

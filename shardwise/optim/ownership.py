@@ -33,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -47,7 +47,6 @@ LEAST_STEP_BYTES = 16 << 20  # less memory is not worth more rounds
 COMPUTED = 4  # how many copies of a matrix its computation holds, by default: input and workspace
 SAVES = 1.1  # where no number of rounds is enough, more rounds must save this factor of memory
 WIDTH = 4  # bytes per element of a matrix to compute
-NUM_PARTS = 8  # parts of a step whose weights are gathered as soon as they are updated
 
 Load = Counter[tuple[int, int]]  # elements or bytes, by (replica, rank)
 
@@ -146,27 +145,24 @@ def _rounds(plan: Ownership, *, idle: bool) -> tuple[tuple[int, ...], ...]:
     is enough, further rounds must save memory.
     """
     matrices = plan.matrices
-    rounds: list[tuple[int, ...]] = []
-    for order in sorted({matrix.order for matrix in matrices}):
-        members: dict[tuple[int, int], list[int]] = {}
-        for index, matrix in enumerate(matrices):
-            if matrix.order == order:
-                members.setdefault(plan.owners[index], []).append(index)
-        owned = [[matrices[index] for index in indices] for indices in members.values()]
-        count = max(-(-WIDTH * sum(m.numel for m in group) // ROUND_BYTES) for group in owned)
-        busy = [sum(m.cost for m in group) // max(m.cost for m in group) for group in owned]
-        limit = max(map(len, owned)) if idle else min(busy)
-        if count >= limit:  # there is no choice, and no need to compute the peak
-            rounds += _cut(plan, members, limit)
-            continue
-        tried: list[tuple[int, list[tuple[int, ...]]]] = []  # (peak, rounds)
-        while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
-            count = count + 1 + count // 8 if tried else count
-            candidate = _cut(plan, members, min(count, limit))
-            tried.append((_peak(plan, candidate), candidate))
-        enough = plan.step_bytes if idle else max(plan.step_bytes, SAVES * min(tried)[0])
-        rounds += next((candidate for peak, candidate in tried if peak <= enough), tried[-1][1])
-    return tuple(rounds)
+    members: dict[tuple[int, int], list[int]] = {}
+    for index in range(len(matrices)):
+        members.setdefault(plan.owners[index], []).append(index)
+    if not members:
+        return ()
+    owned = [[matrices[index] for index in indices] for indices in members.values()]
+    count = max(-(-WIDTH * sum(m.numel for m in group) // ROUND_BYTES) for group in owned)
+    busy = [sum(m.cost for m in group) // max(m.cost for m in group) for group in owned]
+    limit = max(map(len, owned)) if idle else min(busy)
+    if count >= limit:  # there is no choice, and no need to compute the peak
+        return tuple(_cut(plan, members, limit))
+    tried: list[tuple[int, list[tuple[int, ...]]]] = []  # (peak, rounds)
+    while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
+        count = count + 1 + count // 8 if tried else count
+        candidate = _cut(plan, members, min(count, limit))
+        tried.append((_peak(plan, candidate), candidate))
+    enough = plan.step_bytes if idle else max(plan.step_bytes, SAVES * min(tried)[0])
+    return tuple(next((cut for peak, cut in tried if peak <= enough), tried[-1][1]))
 
 
 def _cut(
@@ -235,25 +231,6 @@ def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
             returned += last.get(worker, last[absent])
             peak = max(peak, WIDTH * going[worker] + now[worker] + plan.result_width * returned)
     return peak
-
-
-def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
-    """The part of a step, from 0 on, in which each parameter is updated; ``buffers`` and ``sizes``
-    are those of the parameters.
-
-    The parameters of a buffer are updated together. Buffers are updated in the model's order, in
-    which forward reads them: the first buffer can be gathered while the matrices of the next are
-    computed. A part is about an eighth of all elements, large enough that owners still batch.
-    """
-    total_of: Counter[Hashable] = Counter()
-    for buffer, size in zip(buffers, sizes, strict=True):
-        total_of[buffer] += size
-    total, before = sum(sizes), 0
-    part_of = {}
-    for buffer, size in total_of.items():
-        part_of[buffer] = NUM_PARTS * before // total
-        before += size
-    return [part_of[buffer] for buffer in buffers]
 
 
 def _assign_replicas(matrices: Sequence[Matrix], num_replicas: int) -> list[list[int]]:

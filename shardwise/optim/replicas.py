@@ -28,7 +28,7 @@ from shardwise.division import Evenly, Span, divide_evenly
 from shardwise.memory import counted
 from shardwise.optim.ownership import WIDTH, Ownership
 from shardwise.optim.split import Piece
-from shardwise.optim.storage import Sharding, pieces_of, version_of
+from shardwise.optim.storage import Sharding, buffer_of, pieces_of
 from shardwise.placements import ranks_by
 from shardwise.tensor import ShardedTensor
 
@@ -101,7 +101,7 @@ def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
     joint = _joint_ranks(sharding, places)
     members_of: dict[Any, list[int]] = {}  # by buffer
     for position, parameter in enumerate(parameters):
-        members_of.setdefault((id(version_of(parameter)), parameter.dtype), []).append(position)
+        members_of.setdefault((id(buffer_of(parameter)), parameter.dtype), []).append(position)
     divisions: dict[int, Evenly] = {}
     buffers = []
     for members in members_of.values():

@@ -13,7 +13,7 @@ closures and state dicts work as for any torch optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -44,7 +44,7 @@ from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentu
 from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
 from shardwise.optim.settings import GroupSettings, group_of
-from shardwise.optim.storage import local_of, mark_written, version_of
+from shardwise.optim.storage import local_of, mark_written
 from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
@@ -61,7 +61,7 @@ _plain_attributes = torch._C.DisableTorchFunctionSubclass
 class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of several kinds, stepped together; see :func:`shardwise.optimizer`."""
 
-    marks_writes = True  # of each buffer when it is done, so that its gather may begin
+    marks_writes = True
     places_states = True  # on the owners of matrices, or divided between replicas
 
     def __init__(
@@ -254,8 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; the others keep values and states.
 
         The next gather refreshes compute weights. Elementwise groups are updated first, then
-        matrices, part by part. Updated weights may be gathered (``overlap_gather="step"``) while
-        later matrices are orthogonalised.
+        matrices.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -274,47 +273,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._gradients.widen()
         if not changes:
             return loss
-        parts = self._parts(clip)
-        # A buffer is complete after the last part that writes to it.
-        last = {
-            id(version_of(parameter)): number
-            for number, (parameters, _) in enumerate(parts)
-            for parameter in parameters
-        }
-        stepped: list[Tensor] = []
         try:
-            for number, (_, steps) in enumerate(parts):
-                with _plain_attributes(), torch._C._DisableAutocast():
-                    stepped += next(steps)
-                mark_written([p for p in stepped if last[id(version_of(p))] == number])
+            with _plain_attributes(), torch._C._DisableAutocast():
+                stepped: list[Tensor] = []
+                for group in self.param_groups:
+                    if group["kind"] == "elementwise":
+                        stepped += elementwise.step(group, self.state, clip)
+                for matrices in self._matrix_groups or ():
+                    stepped += matrices.step(self.state, clip)
+            mark_written(stepped)
         except BaseException as error:
             self.half_step = (
                 f"a step of the optimizer raised half way ({type(error).__name__}: {error}), so "
                 f"some weights and states are updated and others are not. Load both: sw.load, or "
                 f"load_state_dict of the model and of the optimizer"
             )
-            # Any weight may have been written, so every gathered weight is stale.
-            for version in map(version_of, self._parameters()):
-                if version is not None:
-                    version.count += 1
+            mark_written(list(self._parameters()))  # any weight may have been written
             raise
         return loss
-
-    def _parts(self, clip: Tensor | None) -> list[tuple[list[Tensor], Iterator[list[Tensor]]]]:
-        """The parts of a step, in order: the parameters that a part may write, and the iterator
-        that runs it. Parts of several matrix groups alternate."""
-        parts = [
-            (group["params"], _once(elementwise.step, group, self.state, clip))
-            for group in self.param_groups
-            if group["kind"] == "elementwise"
-        ]
-        running = [(group, group.step(self.state, clip)) for group in self._matrix_groups or ()]
-        for number in range(max((len(group.parts) for group, _ in running), default=0)):
-            for group, steps in running:
-                if number < len(group.parts):
-                    members = [group.members[position] for position in group.parts[number]]
-                    parts.append(([member.parameter for member in members], steps))
-        return parts
 
     @uncompiled
     @torch.no_grad()
@@ -445,8 +421,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
             )
         return saved_groups
-
-
-def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
-    """A step as an iterator of one part."""
-    yield step(*args)

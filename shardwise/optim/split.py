@@ -156,7 +156,6 @@ class Matrix:
     pieces: tuple[Piece, ...] = ()  # in order, with elements counted from ``start``
     cost: int = 0
     pinned: bool = False  # the layout stores it whole on purpose, on the rank that owns it
-    order: int = 0  # matrices of lower order are exchanged in earlier rounds
 
     @property
     def numel(self) -> int:

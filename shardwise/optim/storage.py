@@ -28,7 +28,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Ranks
 from shardwise.optim.split import Piece
 from shardwise.placements import chunk_range, joint_places
-from shardwise.tensor import ShardedTensor, Version
+from shardwise.tensor import Backing, ShardedTensor
 
 Flags = tuple[bool, ...]  # one per mesh axis
 
@@ -272,19 +272,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def version_of(parameter: Tensor) -> Version | None:
-    """The write counter of the buffer that stores a parameter; one object per buffer."""
-    return parameter.version if isinstance(parameter, ShardedTensor) else None
+def buffer_of(parameter: Tensor) -> Backing | None:
+    """The buffer that stores a parameter, if it is one of ours."""
+    return parameter.buffer if isinstance(parameter, ShardedTensor) else None
 
 
 def mark_written(parameters: Sequence[Tensor]) -> None:
-    """Count one write to each buffer of these parameters, and report that this step writes no more
-    to it. Every rank does so, also a rank that stores nothing of a buffer."""
-    versions = {id(version): version for version in map(version_of, parameters)}
-    for version in filter(None, versions.values()):
-        version.count += 1
-        if version.on_stepped is not None:
-            version.on_stepped()
+    """Count one write to each buffer of these parameters. Every rank does so, also a rank that
+    stores nothing of a buffer."""
+    buffers = {id(buffer): buffer for buffer in map(buffer_of, parameters)}
+    for buffer in filter(None, buffers.values()):
+        buffer.writes += 1
 
 
 class Written:

@@ -198,7 +198,7 @@ class Engine:
             self.optimizer.step()
         for group in self.groups:
             if group.trainable and not self.options.gather_in_step:
-                group.main.version.write()
+                group.main.wrote()
             for parameter in group.sharded:
                 parameter.grad = None
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.agreement import UNSUPPORTED
+from shardwise.hooks import OWNER
 from shardwise.layout import Grain
 from shardwise.mesh import order_problem
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -26,7 +27,6 @@ from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.shard.module import unit_of
-from shardwise.shard.parameter import OWNER
 from shardwise.shard.wrap import Found, Wrapping, experts_text, spread_linear
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem

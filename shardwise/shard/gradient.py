@@ -100,7 +100,7 @@ class Gradients:
         pin: bool,
     ) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        self.main, self._stamp = main, main.version.count
+        self.main, self._stamp = main, main.writes
         self.sharded, self.unsharded = sharded, unsharded
         self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
         self._packed, self._nodes = None, {}
@@ -229,7 +229,7 @@ class Gradients:
     def check_waiting(self) -> None:
         """Raise if main was written while microbatches wait."""
         waits = self.flat is not None or self._waiting is not None
-        if waits and self._stamp != self.main.version.count:
+        if waits and self._stamp != self.main.writes:
             raise RuntimeError(
                 f"the main weights of '{self.name(0)}' and others changed while their gradients "
                 f"waited to be reduced: the optimizer stepped before the last microbatch. "
@@ -247,10 +247,10 @@ class Gradients:
         # Free memory first: the reductions under way and this one must not exceed the limit.
         flow.drain(0 if self._in_flight else flow.max_reductions - 1)
         self._pack()
-        version = self.main.version
-        self._stamp = version.count
+        main = self.main
+        self._stamp = main.writes
         if self.keep:
-            version.waiting = {index for index, seen in enumerate(self.seen) if seen}
+            main.waiting = {index for index, seen in enumerate(self.seen) if seen}
             return
         last = self.last
         self._fill(last and self._final)
@@ -264,12 +264,12 @@ class Gradients:
             came, self.seen = self.seen, [False] * len(self.seen)
         else:
             came = []
-            version.waiting = {index for index, seen in enumerate(self.seen) if seen}
+            main.waiting = {index for index, seen in enumerate(self.seen) if seen}
         self._in_flight = True
         held: list[Tensor] = [flat]
         collectives = self._collectives(flow, flat, chain, ready, divisor, in_collective, held)
         finish = partial(self._finish, flow, block, held, ready, came)
-        flow.launch(collectives, finish, single=len(chain) <= 1 and not version.divisions)
+        flow.launch(collectives, finish, single=len(chain) <= 1 and not main.divisions)
 
     @property
     def _divisor(self) -> float | None:
@@ -378,7 +378,7 @@ class Gradients:
                         alike = (ready.dtype, ready.device) == (current.dtype, current.device)
                         current = ready if alike else current
                     yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
-                elif self.main.version.divisions:
+                elif self.main.divisions:
                     yield from reduce_shares(current, self._shares(axis), link, on_wire)
                 else:
                     yield comm.all_reduce(current, link, divisor=on_wire)
@@ -412,7 +412,7 @@ class Gradients:
         """The elements that the reduction over an axis brings to each replica, where replicas
         divide the gradients of an optimizer between themselves."""
         main, over = self.main, self.ranks
-        divisions = main.version.divisions
+        divisions = main.divisions
         if self._shares_of is not divisions:
             self._shares_of, self._shares_by_axis = divisions, {}
         if axis not in self._shares_by_axis:
@@ -438,13 +438,13 @@ class Gradients:
         if block is not None:
             block.release(self.source)
         if ready is not None:
-            self.main.version.waiting = set()
+            self.main.waiting = set()
             self._publish(flow, ready, came)
 
     @torch.no_grad()
     def _publish(self, flow: Flow, ready: Tensor, came: list[bool]) -> None:
         """Give the optimizer its gradients, and call the hooks of the parameters."""
-        divisions, hooked = self.main.version.divisions, []
+        divisions, hooked = self.main.divisions, []
         with plain_attributes():
             before = [GRAD.__get__(parameter) for parameter in self.sharded]
         if any(grad is not None for grad in before):
@@ -492,7 +492,7 @@ class Gradients:
         self._view_cache = (None, [])
         self.missing, self.delayed, self.written = set(), set(), set()
         self.seen = [False] * len(self.seen)
-        self.main.version.waiting = set()
+        self.main.waiting = set()
 
     def abandon(self) -> None:
         """The same, of a step that an exception has left; nothing is under way any more."""

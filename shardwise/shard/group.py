@@ -217,7 +217,7 @@ class Group:
     @property
     def writes(self) -> int:
         """How often main was written, the same on every rank."""
-        return self.main.version.count
+        return self.main.writes
 
     @property
     def trainable(self) -> bool:
@@ -277,14 +277,13 @@ class Group:
         if dtype != old.dtype:
             self.parameter_dtype = dtype
         self.main = self._make_main(dtype, device)
-        version = self.main.version
-        version.divisions, version.count = old.version.divisions, old.version.count + 1
-        version.waiting = old.version.waiting
-        version.unsynced = old.version.unsynced or (was_meta and device.type != "meta")
+        main = self.main
+        main.divisions, main.writes, main.waiting = old.divisions, old.writes + 1, old.waiting
+        main.unsynced = old.unsynced or (was_meta and device.type != "meta")
         for index, parameter in enumerate(self.sharded):
             fresh: Any = self._at_rest(index, parameter.requires_grad)
             if (fresh.dtype, fresh.device) == (parameter.dtype, parameter.device):
-                for name in ("_local_tensor", "_spec", "cut", "version"):
+                for name in ("_local_tensor", "_spec", "cut", "buffer"):
                     setattr(parameter, name, getattr(fresh, name))
             else:
                 parameter.grad = None
@@ -315,8 +314,7 @@ class Group:
     @property
     def is_moved(self) -> bool:
         """Whether parameters at rest lie in other memory than the buffer."""
-        version = self.main.version
-        return any(p.version is not version for p in self.sharded)  # type: ignore[attr-defined]
+        return any(p.buffer is not self.main for p in self.sharded)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -336,8 +334,8 @@ class Group:
 
     def sync_initial_values(self) -> None:
         """Copy the first replica's values to all, if they were made after wrapping (on meta)."""
-        if self.main.version.unsynced:
-            self.main.version.unsynced = False
+        if self.main.unsynced:
+            self.main.unsynced = False
             self.broadcast()
 
     def broadcast(self) -> None:
@@ -388,7 +386,7 @@ class Group:
         self._ready = event = lanes.mark("gather")
         if event is not None:
             wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")
-            self.main.version.reading = partial(wait, event)
+            self.main.reading = partial(wait, event)
 
     def _bring(self, whole: Planes, writes: int) -> comm.Pending:
         """Issue the collectives that make whole weights from main."""
@@ -453,7 +451,7 @@ class Group:
             flow.lanes.wait("compute", self._ready)
             self._ready = None
             if not self.offload:  # else the host has not waited
-                self.main.version.reading = None
+                self.main.reading = None
         if self._kept_from is None:
             for block in self._kept:
                 block.release(CACHING)

@@ -315,4 +315,4 @@ def mark_written(model: nn.Module) -> None:
         )
     for unit in units:
         for group in unit.groups:
-            group.main.version.write()
+            group.main.wrote()

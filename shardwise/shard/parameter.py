@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.hooks import OWNER
 from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
 
 _DATA: Any = torch.Tensor.data
-OWNER = "_shardwise_owner"  # an attribute of the parameters of before wrapping: their name
 
 
 class _Leaf:
@@ -159,7 +159,7 @@ def leaf_over(memory: Tensor, tile: Tile | None, requires_grad: bool) -> Leaf | 
 def carry_attributes(source: Tensor, target: Tensor) -> None:
     """Copy the attributes that users and frameworks set on a parameter (``_no_decay``, marks of
     tensor parallelism, ...) to another tensor that stands for the parameter."""
-    ours = ("_local_tensor", "_spec", "cut", "version", "_gradients", "_index", OWNER)
+    ours = ("_local_tensor", "_spec", "cut", "buffer", "_gradients", "_index", OWNER)
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ours:
             setattr(target, name, value)
@@ -175,12 +175,6 @@ def _refuse_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"{type(optimizer).__name__} holds '{name}' as gathered for a forward: its "
                     f"updates would be lost. It was built while weights were unsharded; call "
                     f"reshard() on the modules, then build it again"
-                )
-            if hasattr(parameter, OWNER):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} holds '{getattr(parameter, OWNER)}' as it was "
-                    f"before wrapping, which no forward reads any more: build the optimizer after "
-                    f"fully_shard or data_parallel"
                 )
 
 

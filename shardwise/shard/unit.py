@@ -95,7 +95,7 @@ class Unit:
         """Listen to the groups, whose buffers may be new after a move."""
         for group in self.groups:
             group.gradients.arrived = weakly(self.arrived)
-            group.main.version.before_step = weakly(self.hide_at_rest)
+            group.main.before_step = weakly(self.hide_at_rest)
 
     @property
     def runtime(self) -> Model:

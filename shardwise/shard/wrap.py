@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.agreement import raise_together
+from shardwise.hooks import OWNER
 from shardwise.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
 from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -29,7 +30,7 @@ from shardwise.shard.compat import register_with_torch
 from shardwise.shard.group import Group
 from shardwise.shard.model import LEFT_ALONE
 from shardwise.shard.module import ShardedModule, unit_of
-from shardwise.shard.parameter import OWNER, carry_attributes
+from shardwise.shard.parameter import carry_attributes
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.tensor import ShardedTensor

@@ -56,7 +56,7 @@ def check_optimizers(rank: int, world_size: int, *case: Any) -> None:
         ours = parameters_of(world.tensors(full_tensors()))
         plain_optimizer = make(list(plain.values()))
         optimizer = make(list(ours.values()))
-        before = [one.version.count for one in ours.values()]
+        before = [one.buffer.writes for one in ours.values()]
         for step in range(3):
             grads = full_tensors(seed=10 + step)
             sharded = world.tensors(grads, fresh_cuts=step == 1)
@@ -74,9 +74,9 @@ def check_optimizers(rank: int, world_size: int, *case: Any) -> None:
             )
             for state, value in optimizer.state[parameter].items():
                 if state != "step":
-                    assert type(value) is ShardedTensor and value.version is None
+                    assert type(value) is ShardedTensor and value.buffer is None
                     assert value.cut is parameter.cut
-        counts = [one.version.count for one in ours.values()]
+        counts = [one.buffer.writes for one in ours.values()]
         assert all(now > then for now, then in zip(counts, before, strict=True)), name
 
 
@@ -125,7 +125,7 @@ def check_fused_skips_empty(rank: int, world_size: int) -> list[int]:
     fused(kernel, (tensors, tensors, tensors, tensors, [], steps), {})
     held = sum(tensor.to_local().numel() > 0 for tensor in tensors)
     assert given == ([[held, held, held, held, 0, held]] if held else [])
-    assert all(tensor.version.count == 1 for tensor in tensors)
+    assert all(tensor.buffer.writes == 1 for tensor in tensors)
     return [held]
 
 
@@ -416,7 +416,7 @@ def check_init(rank: int, world_size: int, *case: Any) -> None:
                     fill(parameter)
         for name, parameter in ours.items():
             assert torch.equal(parameter.full_tensor(), plain[name].data), name
-            assert parameter.version.count > 0
+            assert parameter.buffer.writes > 0
     torch.manual_seed(1)
     mine = torch.randn_like(ours["tall"])
     torch.manual_seed(1)
@@ -433,9 +433,9 @@ def test_every_write_is_counted_once(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     for tensor in world.tensors(full_tensors()).values():
         parameter = nn.Parameter(tensor)
-        version = tensor.version
+        buffer = tensor.buffer
         assert (
-            parameter.version is version
+            parameter.buffer is buffer
             and parameter.to_local().data_ptr() == tensor.to_local().data_ptr()
         )
         writes: list[Callable[[], Any]] = [

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch's optimizers do on our parameters, by torch's public hooks.
+
+    before a step   parameters of before wrapping are refused; states that torch loaded are cut like
+                    their parameters; microbatches that wait are refused; gathers that read the
+                    weights end
+    after a step    the write is counted, so that the next gather refreshes the weights
+    foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
+    operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
+
+An optimizer that does a part of this work itself has an attribute that says so: ``marks_writes``,
+``places_states``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
+
+from shardwise.cut import BEFORE_2_13, Backing
+from shardwise.tensor import UNREDUCED, ShardedTensor
+from shardwise.uncompiled import skip_frames, uncompiled
+
+OWNER = "_shardwise_owner"  # attribute of a parameter of before wrapping: its name in its unit
+
+
+def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) is ShardedTensor
+    ]
+
+
+def _buffers_of(optimizer: torch.optim.Optimizer) -> list[Backing]:
+    """The buffers that a step may write: those of trainable parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = {id(p.buffer): p.buffer for p in _ours(optimizer) if p.requires_grad}
+    return [buffer for buffer in found.values() if buffer is not None]
+
+
+_seen_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+
+
+def _cut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut like their parameter those states that were loaded whole, in torch's own chunks, or in
+    the pieces of another strategy (collective). Every load gives an optimizer a new dictionary of
+    states, on all ranks, so this looks at each dictionary once."""
+    if _seen_states.get(optimizer) is optimizer.state:
+        return
+    _seen_states[optimizer] = optimizer.state
+    for parameter in _ours(optimizer):
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for name, value in sorted(state.items()):
+            foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
+            if type(value) is ShardedTensor and not getattr(optimizer, "places_states", False):
+                foreign = not parameter.cut.matches(value.cut)
+            if foreign and value.ndim and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that holds parameters as they were before wrapping."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is not ShardedTensor and hasattr(parameter, OWNER):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds '{getattr(parameter, OWNER)}' as it was "
+                    f"before wrapping, which no forward reads any more: build the optimizer after "
+                    f"fully_shard or data_parallel"
+                )
+
+
+@uncompiled
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Prepare a step: gathers that still read main weights end before the optimizer writes them.
+    A closure brings gradients later, so they are not checked then."""
+    if "torch._dynamo" in sys.modules:
+        _leave_pieces_alone()
+    _refuse_originals(optimizer)
+    _cut_states(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        refuse_unreduced(_ours(optimizer), "the optimizer steps")
+    for buffer in _buffers_of(optimizer):
+        buffer.before_step()
+        buffer.await_readers()
+
+
+@functools.cache
+def _leave_pieces_alone() -> None:
+    """Keep our pieces out of the graphs of torch's compiler, which would take them for DTensors. A
+    compiled step calls this file's hooks before it touches a parameter, so this comes in time."""
+    skip_frames(ShardedTensor.__torch_dispatch__)
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
+
+
+# Called with parameters whose gradients are about to be used, and with the name of the use.
+on_use: list[Callable[[list[Tensor], str], None]] = []
+
+
+def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
+    """Raise if microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
+    parameters = list(parameters)
+    for refuse in on_use:
+        refuse(parameters, what)
+    waiting = [
+        p.cut.name
+        for p in parameters
+        if type(p) is ShardedTensor and p.buffer is not None and p.cut.index in p.buffer.waiting
+    ]
+    if waiting:
+        raise RuntimeError(
+            f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
+            f"would be left out. {UNREDUCED}, or model.zero_grad() to drop them"
+        )
+
+
+@uncompiled
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the write to the weights."""
+    if not getattr(optimizer, "marks_writes", False):
+        for buffer in _buffers_of(optimizer):
+            buffer.writes += 1
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+# torch.optim and clip_grad_norm_ choose their foreach code by exact type.
+for _types in (_optimizer_foreach_types, _foreach_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)  # type: ignore[arg-type]
+
+
+def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
+    """Our rule for every operation on our class, found before torch's own.
+
+    Before 2.13 torch sends all DTensors, subclasses too, to its C++ rules, which take pieces for
+    torch's chunks. Only rules for a class and modes come earlier, and no mode is active while
+    autograd runs a backward.
+    """
+    if torch_dispatch_class is ShardedTensor:
+        return _dispatch
+    return _torch_find_rule(self, torch_dispatch_class)
+
+
+_dispatch: Any = ShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+_torch_find_rule = RuleHolder.find
+if BEFORE_2_13:
+    RuleHolder.find = _find_rule  # type: ignore[method-assign]
