@@ -9,7 +9,7 @@ the zeroing with ``fresh_main_grad()``. The kernel may give autograd any gradien
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.hooks import OWNER
 from shardwise.precision.fp8_weight import Coded
+from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
-
-if TYPE_CHECKING:
-    from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
 
 
 class _Leaf:
-    # Set by a forward whose backward will call ``delay()``: the parameter is no input of a node,
-    # so no graph shows that a gradient will come.
-    delayed = False
     # Whether a kernel that wrote ``main_grad`` gave autograd nothing, so that a gradient from
     # autograd is of other uses and counts too.
     others_count = False
@@ -53,6 +48,16 @@ class _Leaf:
     def delay(self) -> None:
         """Declare, inside a backward, that the gradient may come after the end of this backward."""
         self._of_group.delay(self._index)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a forward has said that its backward will call ``delay()``. The parameter is no
+        input of a node then, so no graph shows that a gradient will come."""
+        return self._of_group.late
+
+    @delayed.setter
+    def delayed(self, value: bool) -> None:
+        self._of_group.late = self._of_group.late or value
 
     @property
     def grad_added_to_main_grad(self) -> bool:

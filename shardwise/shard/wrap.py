@@ -31,6 +31,7 @@ from shardwise.shard.group import Group
 from shardwise.shard.model import LEFT_ALONE
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.parameter import carry_attributes
+from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_of
@@ -326,14 +327,15 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> None:
     """Show the parameters at rest, move buffers, change classes and add hooks."""
+    classes = [_wrapped_class(type(root)) for root in roots]  # may raise: nothing has changed yet
     unit.shown = True
     unit.hide()
-    for root in roots:
+    for root, wrapped in zip(roots, classes, strict=True):
         for module in root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
-        root.__class__ = _wrapped_class(type(root))
+        root.__class__ = wrapped
         # Past __setattr__: an OptimizedModule would set the attribute of the module inside.
         vars(root)["_shardwise_unit"] = unit
         register_with_torch(root, unit)
@@ -358,9 +360,6 @@ def _wrapped_class(original: type) -> type:
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``save_pretrained`` of transformers and peft, with whole weights. All ranks call it, and
     rank 0 writes."""
-    # Until the switch: the old file does not know the engine, and is right for both.
-    from shardwise.shard.state_dict import full_state_dict
-
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(self, only_first_rank=True)
     kwargs.setdefault("is_main_process", torch.distributed.get_rank() == 0)

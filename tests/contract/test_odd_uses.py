@@ -10,16 +10,13 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.shard import members
 from tests.contract.helpers import (
     WIDTH,
     Net,
@@ -28,7 +25,6 @@ from tests.contract.helpers import (
     assert_parameters_equal,
     average_gradients,
     check_backward,
-    options_for,
     pair,
     raised,
     transient_bytes,
@@ -281,18 +277,6 @@ def test_gradient_modes_inside_each_other(rank: int, world_size: int, way: str) 
         assert_at_rest(net, before)
 
 
-@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
-@on_ranks(2)
-def test_hooks_from_before_wrapping_are_refused(rank: int, world_size: int, way: str) -> None:
-    """Hooks on plain parameters do not reach those that take their places."""
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        net = Net()
-        getattr(net.head.weight, register)(print)
-        options = options_for("zero1" if way == "data_parallel" else way, world_size)
-        verb = sw.data_parallel if way == "data_parallel" else sw.fully_shard
-        assert "'head.weight' has hooks" in raised(partial(verb, net, **options), ValueError)
-
-
 class Lending(nn.Module):
     """Blocks that return a weight beside their output, for a penalty."""
 
@@ -416,18 +400,3 @@ def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_a_unit_on_fewer_ranks_than_the_model_is_told(rank: int, world_size: int) -> None:
-    """Its gradients are averaged over its own ranks alone, so copies elsewhere drift apart."""
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "dp"))
-    for frozen in (True, False):
-        net = Net()
-        net.blocks[0].requires_grad_(not frozen)
-        with mock.patch.object(members, "warn_once") as warned:
-            sw.fully_shard(net.blocks[0], mesh=grid["dp"], placements=sw.zero(3))
-            sw.fully_shard(net, **options_for("zero3", world_size))
-            word_loss(net, rank).backward()
-        told = [call.args[2:5] for call in warned.mock_calls if "drift apart" in call.args[1]]
-        assert told == ([] if frozen else [("blocks.0", 1, 2)])
