@@ -150,9 +150,7 @@ def test_rows_that_do_not_divide_are_uneven_and_some_rank_has_none_of_two() -> N
 
 
 @on_ranks(2)
-def test_every_way_of_writing_is_counted_and_reading_is_not(
-    rank: int, world_size: int
-) -> None:
+def test_every_way_of_writing_is_counted_and_reading_is_not(rank: int, world_size: int) -> None:
     buffer = fill(
         make(plan(items_of(ROW), world_size), Ranks(mesh_of(world_size)), [S]), whole_values()
     )
