@@ -30,7 +30,7 @@ from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.cut import Rows
 from shardwise.layout import Layout
-from shardwise.memory import CACHING, Block, weakly
+from shardwise.memory import CACHING, Block
 from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placement, Placements, steps
 from shardwise.precision import Precision
@@ -178,8 +178,6 @@ class Group:
         self.awaited: int | None = None  # writes to main that the gather lane has waited for
         if not self.aliased:
             self.whole = Planes(codec, self.layout, self.ranks, everywhere, device)
-            for block in self.whole.blocks:
-                block.moved = weakly(self._point)
             sent = codec
             if codec.staged_because(self.layout):
                 args = self.layout, self.ranks, everywhere, device, "staging"
@@ -205,12 +203,6 @@ class Group:
             return self.main.views()
         tensors = self.whole.tensors
         return [self.codec.view(tensors, self.layout, i) for i in range(len(self.items))]
-
-    def _point(self) -> None:
-        """The weights have got other memory (numpy had shared the old one)."""
-        self._plans = {}
-        for leaf, view in zip(self.unsharded, self._views(), strict=True):
-            leaf.show(view.data)
 
     @property
     def blocks(self) -> list[Block]:

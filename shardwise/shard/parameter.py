@@ -21,8 +21,6 @@ from shardwise.precision.fp8_weight import Coded
 from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
 
-_DATA: Any = torch.Tensor.data
-
 
 class _Leaf:
     # Whether a kernel that wrote ``main_grad`` gave autograd nothing, so that a gradient from
@@ -85,13 +83,6 @@ class _Leaf:
         """Register the hook on the parameter at rest, whose gradient the hook will read."""
         return self._of_group.sharded[self._index].register_post_accumulate_grad_hook(hook)
 
-    # ------------------------------------------------------------------ memory
-
-    def show(self, memory: Tensor) -> None:
-        """Be a view of this memory. The parameter keeps its version counter, so for autograd a
-        gather is no change of it."""
-        _DATA.__set__(self, memory)
-
     def local_gradient(self, grad: Tensor) -> Tensor:
         """The gradient that autograd brought, as a plain tensor of the shape that is laid out."""
         return grad
@@ -142,9 +133,6 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
         plain: Any = DTensor.__tensor_unflatten__(inner, context, size, stride)
         return TileLeaf._around(plain._local_tensor, plain._spec, plain.requires_grad)
 
-    def show(self, memory: Tensor) -> None:
-        self._local_tensor = memory
-
     def local_gradient(self, grad: Tensor) -> Tensor:
         return self._tile.local_gradient(grad)
 
@@ -155,11 +143,6 @@ class CodedLeaf(_Leaf, Coded):
     @property
     def called(self) -> str:  # type: ignore[override]
         return f"'{self._of_group.name(self._index)}'"
-
-    def show(self, memory: Tensor) -> None:
-        assert isinstance(memory, Coded)
-        for name in memory.__tensor_flatten__()[0]:
-            setattr(self, name, getattr(memory, name))
 
 
 AnyLeaf = Leaf | TileLeaf | CodedLeaf
