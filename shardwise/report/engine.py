@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import comm
