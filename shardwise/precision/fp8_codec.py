@@ -191,15 +191,16 @@ def _staged_because(layout: Layout, blocks: tuple[Block, ...]) -> str:
         return ""
     if len(blocks) > 1:
         return "two planes have more bytes"
-    (block,) = blocks
-    if not share_of(layout, block):
-        return "a rank's shard cuts a block"
+    shared = any(_one_scale_each(item, blocks) for item in layout.items)
+    what = "an expert, which has one scale" if shared else "a block"
+    cut = f"a rank's shard cuts {what}"
+    if not share_of(layout, blocks[0]):
+        return cut
     for index, item in enumerate(layout.items):
-        shared = _one_scale_each(item, blocks)
-        together = (item.shape[-2] if shared else max(block)) * item.shape[-1]
+        rows = item.shape[-2] if _one_scale_each(item, blocks) else side_of(blocks)
+        together = rows * item.shape[-1]
         if any(layout.piece(index, shard)[0] % together for shard in layout.holders(index)):
-            what = "an expert, which has one scale" if shared else "a block"
-            return f"a rank's shard cuts {what}"
+            return cut
     return ""
 
 

@@ -331,6 +331,7 @@ class Gradients:
             kept, self.keep = flat, False
             flat, block = self._open().copy_(kept), self._block
             self.flat = self._block = None
+            self._view_cache = (None, [])  # else views of ``kept`` would stay in memory
         if block is None:
             self._view_cache = (None, [])
         return flat, block

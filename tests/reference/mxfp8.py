@@ -27,13 +27,9 @@ MIDDLES = (E4M3[:-1] + E4M3[1:]) / 2
 BOUNDS = 448 * 2.0 ** (np.arange(255) - 127)
 
 
-def scales(largest: Floats, rounding: str) -> NDArray[np.int64]:
+def scales(largest: Floats) -> NDArray[np.int64]:
     """The scale bytes of blocks with these largest magnitudes (NaN and infinities included)."""
-    if rounding == "rceil":
-        found = np.searchsorted(BOUNDS, largest, side="left")  # the first that is large enough
-    else:
-        whole = np.searchsorted(2.0 ** (np.arange(300) - 150), largest, side="right") - 1 - 150
-        found = np.clip(whole - 8 + 127, 0, 254)
+    found = np.searchsorted(BOUNDS, largest, side="left")  # the first that is large enough
     return np.where(np.isfinite(largest), found, 255)
 
 
@@ -48,11 +44,11 @@ def codes(values: Floats, scale: NDArray[np.int64]) -> NDArray[np.uint8]:
     return np.where(scale == 255, 127, signed).astype(np.uint8)
 
 
-def encode(x: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
+def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of [blocks, 32], one block in each row, of values as they are."""
     values = x.double().numpy()
     with np.errstate(invalid="ignore"):
-        scale = scales(np.abs(values).max(1), rounding)
+        scale = scales(np.abs(values).max(1))
     found = codes(values, scale[:, None])
     return torch.from_numpy(found), torch.from_numpy(scale.astype(np.uint8))
 
@@ -76,7 +72,7 @@ def every_value() -> Tensor:
 
 
 def every_value_under(scale: int) -> Tensor:
-    """[blocks, 32]: every bf16 value that can stand in a block with this scale byte under rceil.
+    """[blocks, 32]: every bf16 value that can stand in a block with this scale byte.
 
     The first of each block is the largest magnitude that has the scale, so that it has it."""
     largest = min((scale + 8) << 7 | 0x60, 0x7F7F)
@@ -105,4 +101,3 @@ def digest(parts: Iterator[Tensor]) -> str:
 
 # Of codes then scales of each of ``exhaustive``; torch 2.13 on a CPU.
 ROW_DIGEST = "a22ceb4dbb0fb50843e3b6934b73c5b0c796e96678bdcaf497a1a3d0473c63e1"
-FLOOR_DIGEST = "a71a54b129d6a000bde5bd167b1667946628deaa4c05c17e3c75c46f195465c4"

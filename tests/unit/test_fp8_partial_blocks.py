@@ -25,11 +25,10 @@ from shardwise.precision.fp8 import (
     decode_reference,
     encode_reference,
 )
-from shardwise.precision.fp8_functions import Recipe, fp8_embedding, fp8_linear
-from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.precision.fp8_codec import FP8, share_of
 from shardwise.precision.policy import ineligible
 from shardwise.shard.buckets import plan_elements, plan_matrices
-from shardwise.shard.formats import encodes_locally, plane_bytes, plane_layout, share_of
+from tests.parity.mxfp8_helpers import coded
 
 SIDES = st.integers(8, 30).map(lambda count: 16 * count)  # 128 to 480
 
@@ -87,42 +86,27 @@ def decoded(x: Tensor, block: fp8.Block) -> Tensor:
     return decode_reference(*block_by_block(x, "exact", *block), block, torch.float32)
 
 
-@pytest.mark.parametrize("gradient", ["fp8", "bf16"])
 @pytest.mark.parametrize(("high", "wide"), [(192, 320), (320, 144), (256, 208), (176, 384)])
-def test_products_are_those_of_the_decoded_operands(high: int, wide: int, gradient: str) -> None:
-    tokens, recipe = 150, Recipe("exact", gradient)
-    stored = FP8Tensor.encode(made(high, wide), "fp8_block")
-    assert stored.plane("forward").scales.shape == (math.ceil(high / 128), math.ceil(wide / 128))
+def test_products_are_those_of_the_decoded_operands(high: int, wide: int) -> None:
+    tokens, stored = 150, coded(made(high, wide), "fp8_block").requires_grad_()
+    assert stored.scales.shape == (math.ceil(high / 128), math.ceil(wide / 128))
     x = made(tokens, wide, seed=1).bfloat16().requires_grad_()
     grad, bias = made(tokens, high, seed=2).bfloat16(), made(high, seed=3).bfloat16()
-    parameter = nn.Parameter(made(high, wide))
-    y = fp8_linear(x, stored, bias, parameter=parameter, recipe=recipe)
+    y = F.linear(x, stored, bias)
     y.backward(grad)
     weight, row = decoded(made(high, wide), SQUARE_128), fp8.ROW_128
     flat = x.detach().float()
-    assert x.grad is not None and parameter.grad is not None
+    assert x.grad is not None and stored.grad is not None
     assert torch.equal(y, (decoded(flat, row) @ weight.t()).bfloat16() + bias)
     assert torch.equal(x.grad, (decoded(grad.float(), row) @ weight).bfloat16())
-    of_weight = grad.float().t() @ flat
-    if gradient == "fp8":
-        whole = F.pad(flat, (0, 0, 0, -tokens % 128)), F.pad(grad.float(), (0, 0, 0, -tokens % 128))
-        turned_x, turned_grad = (each.t().contiguous() for each in whole)
-        of_weight = decoded(turned_grad, row) @ decoded(turned_x, SQUARE_128).t()
-    torch.testing.assert_close(parameter.grad, of_weight, rtol=1e-5, atol=1e-6)
+    whole = F.pad(flat, (0, 0, 0, -tokens % 128)), F.pad(grad.float(), (0, 0, 0, -tokens % 128))
+    turned_x, turned_grad = (each.t().contiguous() for each in whole)
+    of_weight = decoded(turned_grad, row) @ decoded(turned_x, SQUARE_128).t()
+    torch.testing.assert_close(stored.grad, of_weight.bfloat16(), rtol=1e-2, atol=1e-6)
 
 
-def test_rows_of_partial_blocks_are_looked_up() -> None:
-    table, ids = made(208, 144), torch.tensor([[0, 207], [130, 5]])
-    stored = FP8Tensor.encode(table, "fp8_block_rows")
-    found = fp8_embedding(ids, stored, dtype=torch.float32)
-    assert torch.equal(found, decoded(table, SQUARE_128)[ids])
-
-
-def test_copies_and_files_hold_partial_blocks() -> None:
-    stored = FP8Tensor.encode(made(192, 320), "fp8_block")
-    again = FP8Tensor.from_state_dict(stored.state_dict())
-    assert torch.equal(again.dequantise(), stored.dequantise())
-    codes, scales = stored.plane("forward").codes, torch.ones(2, 2)
+def test_planes_hold_partial_blocks() -> None:
+    codes, scales = torch.empty(192, 320, dtype=torch.uint8), torch.ones(2, 2)
     with pytest.raises(FP8Error, match=r"expected \(2, 3\)"):
         fp8.Plane(codes=codes, scales=scales, block=SQUARE_128)
 
@@ -148,34 +132,27 @@ def test_sides_that_hardware_does_not_multiply_are_refused_by_name() -> None:
 # ------------------------------------------------------------------------- where the scales lie
 
 
-def places(layout: Layout) -> list[set[int]]:
-    """The addresses of the scales of each parameter, as a plane's views have them."""
-    share, found = share_of(layout, SQUARE_128), []
-    for start, item in zip(layout.starts, layout.items, strict=True):
-        high, wide = item.shape
-        bands, strips = math.ceil(high / 128), math.ceil(wide / 128)
-        assert start % share == 0 and 128 * wide % share == 0
-        firsts = [(start + band * 128 * wide) // share for band in range(bands)]
-        found.append({first + strip for first in firsts for strip in range(strips)})
-        assert len(found[-1]) == bands * strips, "no two scales of a weight share an address"
-    return found
+def staged(layout: Layout) -> str:
+    return FP8("fp8_block", "fp8").staged_because(layout)
 
 
 def assert_scales_have_places(layout: Layout) -> None:
-    share, found = share_of(layout, SQUARE_128), places(layout)
-    assert len(set().union(*found)) == sum(map(len, found)), "two weights share an address"
-    behind = (plane_bytes(layout, SQUARE_128, 1) - layout.numel) // 4
-    assert max(set().union(*found)) < behind
-    per_shard = layout.shard_size // share
+    """Views of the buffers share no element, and a shard has the scales of its codes."""
+    codec = FP8("fp8_block", "fp8")
+    buffers = [torch.zeros(layout.num_shards * size, dtype=d) for d, size in codec.room(layout)]
+    per_shard, seen = codec.room(layout)[1][1], set()
     for index, item in enumerate(layout.items):
-        for shard in layout.holders(index) if layout.num_shards > 1 else ():
-            low, high = layout.piece(index, shard)
-            first = (layout.starts[index] + low) // share
-            bands = math.ceil((high - low) / 128 / item.shape[1])
-            last = (layout.starts[index] + low + (bands - 1) * 128 * item.shape[1]) // share
-            strips = math.ceil(item.shape[1] / 128)
-            assert shard * per_shard <= first, "a rank sends the scales of its codes"
-            assert last + strips <= (shard + 1) * per_shard, "and no others"
+        scales = codec.view(buffers, layout, index).scales
+        places = torch.arange(len(buffers[1])).as_strided(
+            scales.shape, scales.stride(), scales.storage_offset()
+        )
+        mine = set(places.flatten().tolist())
+        assert len(mine) == scales.numel() and not mine & seen, "an address of two scales"
+        seen |= mine
+        for shard in layout.holders(index) if not staged(layout) else ():
+            low, high = (at // item.shape[1] for at in layout.piece(index, shard))
+            there = places[low // 128 : math.ceil(high / 128)]
+            assert (there // per_shard == shard).all(), "a rank sends the scales of its codes"
 
 
 SHAPES = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=6)
@@ -188,12 +165,11 @@ def test_scales_of_partial_blocks_have_places_of_their_own(
 ) -> None:
     items = [Item(f"w{n}", shape, grain, 128) for n, shape in enumerate(shapes)]
     layout = plan(items, num_shards)
-    assert encodes_locally(layout, "fp8_block")
+    assert not staged(layout)
     assert share_of(layout, SQUARE_128) >= 256
     assert_scales_have_places(layout)
     loose = plan([Item(f"w{n}", s, ELEMENT, 128) for n, s in enumerate(shapes)], num_shards)
-    staged = plane_layout(loose, False)
-    assert_scales_have_places(staged)
+    assert_scales_have_places(loose)
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,9 +180,8 @@ def test_buckets_begin_at_blocks(shapes: list[tuple[int, int]], num_shards: int)
     buckets = plan_matrices(items, costs, num_shards, 100_000)
     buckets += plan_elements(items, num_shards, 100_000)
     for bucket in buckets:
-        if encodes_locally(bucket.layout, "fp8_block"):
-            assert_scales_have_places(bucket.layout)
-        else:
+        assert_scales_have_places(bucket.layout)
+        if staged(bucket.layout):
             cut = any(len(bucket.layout.holders(n)) > 1 for n in range(len(bucket.members)))
             assert cut, "only where a shard cuts a block"
 
@@ -217,4 +192,4 @@ def test_whole_blocks_have_their_scales_where_they_had_them() -> None:
     assert share_of(layout, SQUARE_128) == 128 * 128
     misplaced = Layout(tuple(items), 1, layout.numel + 64, (64, 64 + items[0].numel))
     assert share_of(misplaced, SQUARE_128) == 0, "bf16 is sent, as before"
-    assert not encodes_locally(plan([Item("a", (192, 144), ROW, 128)], 3), "fp8_block")
+    assert staged(plan([Item("a", (192, 144), ROW, 128)], 3))
