@@ -42,7 +42,7 @@ LONG = (
     "faults/test_train.py",
     "faults/test_store_kill.py",
     "races/test_happens_before.py",
-    "parity/test_fp8_graphs.py",
+    "parity/test_fp8_compiled.py",
     "interop/test_tensor_parallel_wrapped.py",
     "contract/test_accumulation.py",
     "unit/test_interpreter.py",

@@ -17,8 +17,8 @@ from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.moe.coded import expert_codes
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, encode
-from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.one_card import device_type
+from tests.parity.mxfp8_helpers import Kind, coded
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, STEPS = 4, 64, 32, 24, 3
@@ -31,8 +31,7 @@ class AtUse(ExpertTensor):
         value = super().value(dtype)
         if value.dim() == 2:  # biases
             return value
-        coded = [FP8Tensor.encode(member, "mxfp8_rowcol") for member in value]
-        return torch.stack([one.dequantise(phase) for one in coded])
+        return torch.stack([coded(member, "mxfp8").decode(phase) for member in value])
 
 
 class CodesAtUse(ExpertTensor):
@@ -43,18 +42,17 @@ class CodesAtUse(ExpertTensor):
         if value.dim() == 2:
             return value
         if not self.grouped:
-            coded = [FP8Tensor.encode(member, "fp8_block") for member in value]
-            return torch.stack([one.dequantise(phase) for one in coded])
+            return torch.stack([coded(member, "fp8_block").decode(phase) for member in value])
         high = value.reshape(-1, value.shape[-1])
         (plane,) = encode(high, (SQUARE_128,), sharing=len(value))
-        return expert_codes(plane, value.shape, phase)
+        return expert_codes(plane.codes, plane.scales, value.shape, phase)
 
     @property
-    def coding(self) -> Any:
-        return (True, True) if self.grouped and self.parameters[0].dim() == 3 else (False, False)
+    def is_coded(self) -> bool:
+        return self.grouped and self.parameters[0].dim() == 3
 
 
-AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": CodesAtUse}
+AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8": AtUse, "fp8_block": CodesAtUse}
 
 
 class Net(nn.Module):
@@ -85,7 +83,7 @@ class Net(nn.Module):
 
 
 def train(
-    world_size: int, rank: int, strategy: str, ep: int, layout: Any, format: Any, on: bool
+    world_size: int, rank: int, strategy: str, ep: int, layout: Any, format: Kind, on: bool
 ) -> dict[str, Tensor]:
     hidden, width = (128, 128) if format == "fp8_block" else (HIDDEN, WIDTH)
     delay = on and format == "fp8_block"  # the same gradients, later
@@ -136,23 +134,23 @@ def train(
     return values
 
 
-def members_are_coded_one_by_one(net: Net, format: Any) -> None:
+def members_are_coded_one_by_one(net: Net, format: Kind) -> None:
     whole = net.moe.experts.fc1.weight.full_tensor().detach()  # type: ignore[union-attr]
     net.moe.experts.unshard()  # type: ignore[operator]
-    planes = net.moe.experts.fc1.weight.quantised.planes  # type: ignore[union-attr]
-    assert planes and len(whole) == net.moe.experts.num_experts
+    weight = net.moe.experts.fc1.weight
+    assert len(whole) == net.moe.experts.num_experts
+    parts = weight.codes.chunk(len(whole)), weight.scales.chunk(len(whole))
     for number, value in enumerate(whole):
-        alone = FP8Tensor.encode(value, format)
         if format == "fp8_block":
-            alone = FP8Tensor(*encode(value, (SQUARE_128,), sharing=1))
-        for block, plane in planes.items():
-            codes, scales = plane.codes.chunk(len(whole)), plane.scales.chunk(len(whole))
-            assert torch.equal(codes[number], alone.planes[block].codes)
-            assert torch.equal(scales[number], alone.planes[block].scales)
+            (alone,) = encode(value, (SQUARE_128,), sharing=1)
+        else:
+            alone = coded(value)
+        assert torch.equal(parts[0][number], alone.codes)
+        assert torch.equal(parts[1][number], alone.scales)
     net.moe.experts.reshard()  # type: ignore[operator]
 
 
-def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any, format: Any) -> None:
+def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any, format: Kind) -> None:
     on, off = (train(world_size, rank, strategy, ep, layout, format, on) for on in (True, False))
     assert on.keys() == off.keys() and len(on) >= 2 * STEPS + 9
     for name, value in off.items():
@@ -162,10 +160,10 @@ def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any, format
 @pytest.mark.parametrize(
     ("ranks", "strategy", "ep", "layout", "format"),
     [
-        (2, "zero3", 1, "grouped", "mxfp8_rowcol"),
-        (2, "data_parallel", 1, "grouped", "mxfp8_rowcol"),
-        (4, "zero3", 2, "grouped", "mxfp8_rowcol"),
-        (2, "zero1", 2, "indexed", "mxfp8_rowcol"),
+        (2, "zero3", 1, "grouped", "mxfp8"),
+        (2, "data_parallel", 1, "grouped", "mxfp8"),
+        (4, "zero3", 2, "grouped", "mxfp8"),
+        (2, "zero1", 2, "indexed", "mxfp8"),
         (4, "zero3", 2, "grouped", "fp8_block"),
         (2, "data_parallel", 1, "grouped", "fp8_block"),
         (2, "zero3", 2, "indexed", "fp8_block"),
