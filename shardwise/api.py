@@ -17,6 +17,7 @@ from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.debugging import debug
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
@@ -59,6 +60,7 @@ __all__ = [
     "muon",
     "optimizer",
     "parameter_norms",
+    "plan",
     "precision_report",
     "register_fsdp_forward_method",
     "route",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
 from shardwise.checkpoint.state import State, model_state, unwrapped
 from shardwise.checkpoint.values import RandomStates
 from shardwise.layout import Shape
-from shardwise.precision.fp8_tensor import NAMES
 from shardwise.shard.state_dict import clean
 
 
@@ -138,15 +136,7 @@ class _Job:
         problems = []
         for name, (shape, dtype) in wanted.items():
             entry = saved.get(name)
-            if planes := _mxfp8_parts(name, saved):
-                names -= planes
-                problems.append(
-                    f"'{name}' is stored as fp8 codes ({', '.join(sorted(planes))}), and main "
-                    f"weights are not made from codes. Save the model that trains (its checkpoints "
-                    f"hold main weights, whatever the format), or decode them yourself "
-                    f"(shardwise.precision.FP8Tensor)"
-                )
-            elif entry is None:
+            if entry is None:
                 problems.append(f"missing from it: '{name}' {list(shape)}")
             else:
                 problems += differences(name, entry, shape, dtype)
@@ -190,12 +180,6 @@ class _Job:
             self.random_states.restore()
         elif restore_random:
             self.random_states.reseed(self.ranks.rank, self.ranks.size)
-
-
-def _mxfp8_parts(name: str, saved: Iterable[str]) -> set[str]:
-    """The names of MXFP8 codes and scales that a checkpoint holds for one parameter."""
-    parts = {f"{name}.{plane}.{part}" for plane in NAMES.values() for part in ("codes", "scales")}
-    return parts & set(saved)
 
 
 # ------------------------------------------------------------------------------ verify

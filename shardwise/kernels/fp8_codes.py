@@ -359,16 +359,24 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     start: int
-    into: int  # a multiple of ``share``
+    into: int
+    scale: int = 0  # the place of its first scale
+    step: int = 0  # from a row of scales to the next; 0: as many as there are
     shared: bool = False  # whether all its blocks have one scale
-    share: int = WIDE**2  # codes for each scale: the scales of code ``a`` begin at ``a / share``
 
     def cut(self, count: int) -> list[Matrix]:
         """The matrix, cut into ``count`` equal matrices one below another, each with one scale."""
         rows, size = self.rows // count, self.rows // count * self.columns
+        step = self.step or -(-self.columns // WIDE)
         return [
-            self._replace(rows=rows, start=self.start + at, into=self.into + at, shared=True)
-            for at in range(0, count * size, size)
+            self._replace(
+                rows=rows,
+                start=self.start + number * size,
+                into=self.into + number * size,
+                scale=self.scale + number * (rows // WIDE) * step,
+                shared=True,
+            )
+            for number in range(count)
         ]
 
 
@@ -385,12 +393,12 @@ class Tiles(NamedTuple):
 def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
     """The tiles of some matrices in flat tensors."""
     entries, owners, first = [], [], 0
-    for rows, columns, start, into, shared, share in matrices:
+    for rows, columns, start, into, first_scale, step, shared in matrices:
         bands, strips = -(-rows // WIDE), -(-columns // WIDE)
         number = torch.arange(bands * strips)
         band, strip = number // strips, number % strips
         inside = (band * columns + strip) * WIDE
-        scale = (into + band * WIDE * columns) // share + strip
+        scale = first_scale + band * (step or strips) + strip
         left = rows - band * WIDE, columns - strip * WIDE
         wide = torch.full_like(number, columns)
         entries.append(torch.stack([start + inside, into + inside, scale, wide, *left]))

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardwise import comm
 from shardwise.mesh import Ranks
-from shardwise.moe.weights import QuantisedParameter
 from shardwise.placements import chunk_range
+from shardwise.precision.fp8_weight import Coded
 
 IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
     few = rows.shape[0] * width <= chunk and softmax is None
-    if few or isinstance(head, QuantisedParameter):  # a quantised head computes its own products
+    if few or isinstance(head, Coded):  # a quantised head computes its own products
         logits = F.linear(rows, head).float()
         total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
         if z_coefficient:

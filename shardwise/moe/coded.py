@@ -25,9 +25,10 @@ from torch import Tensor
 from shardwise.kernels.grouped import max_blocks
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form
-from shardwise.precision.fp8 import WIDE, Plane, decode_reference, encode_reference, uses_kernels
+from shardwise.precision.fp8 import WIDE, Reads, decode_reference, encode_reference, uses_kernels
 from shardwise.precision.fp8_block import counts, note, scaled_problem
-from shardwise.precision.fp8_tensor import Reads
+from shardwise.precision.fp8_linear import gathered
+from shardwise.precision.fp8_weight import Coded
 
 SMALLEST = 2.0**-126  # lower bound of the scale of an expert's sum over rows
 
@@ -189,11 +190,24 @@ class ExpertCodes:
         return torch.cat(parts).to(x.dtype)
 
 
-def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> ExpertCodes:
-    """The weights of a plane, a stack of shape [experts, out, in], for the product of ``phase``."""
+def is_coded(weight: Tensor) -> bool:
+    """Whether a weight is a stack whose codes are multiplied without decoding."""
+    return isinstance(weight, Coded) and weight.dim() == 3 and weight.products == "fp8"
+
+
+def operand(weight: Coded, phase: Reads) -> Any:
+    """The operand of the products of ``phase``: the codes of a stack, else decoded values."""
+    if not is_coded(weight):
+        return weight.decode(phase)
+    codes, scales = weight.plane(phase)
+    return expert_codes(gathered(codes), scales, weight.shape, phase)
+
+
+def expert_codes(codes: Tensor, scales: Tensor, shape: torch.Size, phase: Reads) -> ExpertCodes:
+    """The weights of a stack of shape [experts, out, in], for the product of ``phase``."""
     experts, rows, columns = shape
-    codes = plane.codes.view(shape)
-    scales = plane.scales.view(experts, rows // plane.block[0], columns // plane.block[1])
+    codes = codes.view(shape)
+    scales = scales.view(experts, rows // WIDE, columns // WIDE)
     if phase == "backward" and uses_kernels(codes.device):
         from shardwise.kernels import fp8_codes
 
@@ -217,10 +231,6 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         scales = each.view(-1)
     note(x, codes)
     return codes, scales
-
-
-# Whether the rows that a weight multiplies are coded; whether they are coded for dW too.
-Coding = tuple[bool, bool]
 
 
 def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:

@@ -373,12 +373,11 @@ class _Linear(torch.autograd.Function):
         dtype = compute_dtype(x)
         rows = x.to(dtype).contiguous()
         weight = bundles[0].value(dtype)
-        coding = bundles[0].coding
-        coded = CodedRows.of(rows) if coding[0] else rows
+        coded: Rows = CodedRows.of(rows) if bundles[0].is_coded else rows
         y = products.linear(coded, weight, ends)
         if len(bundles) > 1:
             y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
-        kept = parts_of(coded if coding[1] else rows)
+        kept = parts_of(coded)
         # The parameters are saved only to detect in-place changes.
         ctx.save_for_backward(*kept, ends, *parameters_of(bundles))
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
@@ -388,15 +387,15 @@ class _Linear(torch.autograd.Function):
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         kept, scales, ends, *_ = saved_by(ctx)
-        bundles, products, coding = ctx.bundles, ctx.products, ctx.bundles[0].coding
+        bundles, products = ctx.bundles, ctx.products
         dy = dy.contiguous()
-        coded = CodedRows.of(dy) if coding[0] else dy
+        coded = CodedRows.of(dy) if bundles[0].is_coded else dy
         dx = None
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(coded, value, ends).to(ctx.x_dtype)
-        left, rows = coded if coding[1] else dy, rows_of(kept, scales)
-        pending = [(bundles[0], weight_writer(products, left, rows, ends, bundles[0].dtype))]
+        rows = rows_of(kept, scales)
+        pending = [(bundles[0], weight_writer(products, coded, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:
             pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
         if ctx.delayed is not None:

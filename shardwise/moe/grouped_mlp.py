@@ -32,8 +32,8 @@ from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the operator in a graph: the parameters, settings, and whether codes are kept.
-Inside = tuple[list[Tensor], str, bool]
+# Arguments of the operator in a graph: the parameters and settings.
+Inside = tuple[list[Tensor], str]
 
 
 class FullPrecision:
@@ -156,7 +156,7 @@ class GroupedMLP(nn.Module):
         if not all(bundle.in_graphs for bundle in bundles):
             return None
         settings = described(self.choice.asked, self._form, bundles)
-        return parameters_of(bundles), settings, bundles[0].keeps_codes
+        return parameters_of(bundles), settings
 
     @property
     def ep(self) -> int:

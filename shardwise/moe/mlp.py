@@ -67,9 +67,9 @@ class Work:
 def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:
     """``y``, ``z``, and ``x`` in the form that backward reads."""
     w1, w2, *biases = (bundle.value(x.dtype) for bundle in work.bundles)
-    first, second = (bundle.coding for bundle in work.bundles[:2])
-    coded: Rows = CodedRows.of(x) if first[0] else x
-    if first[0] and second[0] and not biases:
+    first, second = (bundle.is_coded for bundle in work.bundles[:2])
+    coded: Rows = CodedRows.of(x) if first else x
+    if first and second and not biases:
         z = work.products.linear(coded, w1, ends)
         h: Rows = CodedRows.activated(z, p, work.form)
     else:
@@ -79,7 +79,7 @@ def mlp_forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor,
     if biases:
         y, b2 = wide(y), wide(biases[1][expert_of(ends, len(x))])
         y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(x.dtype)
-    return y, z, coded if first[1] else x
+    return y, z, coded
 
 
 def mlp_backward(
@@ -91,28 +91,27 @@ def mlp_backward(
     kept, scales, z, p, ends, *_ = saved
     saved.clear()
     products, bundles = work.products, work.bundles
-    first, second = (bundle.coding for bundle in bundles[:2])
+    first, second = (bundle.is_coded for bundle in bundles[:2])
     dy = dy.contiguous()
-    dy_rows = CodedRows.of(dy) if second[0] else dy
+    dy_rows: Rows = CodedRows.of(dy) if second else dy
     dh = products.input_gradient(dy_rows, bundles[1].value(dy.dtype, "backward"), ends)
     h: Rows
-    if first[1] and second[1] and len(bundles) == 2:
+    if first and second and len(bundles) == 2:
         dz_rows, h, dp = CodedRows.activation_backward(dh, z, p, work.form)
         dz: Any = dz_rows
     else:
         dz, h, dp = products.activation_backward(dh, z, p, work.form)
-        h = CodedRows.of(h) if second[1] else h
-        dz_rows = CodedRows.of(dz) if first[0] else dz
+        h = CodedRows.of(h) if second else h
+        dz_rows = CodedRows.of(dz) if first else dz
     del dh, z
     if len(bundles) == 4 and wants_p:
         b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(dy))]
         dp = dp + (wide(dy) * wide(b2)).sum(-1)
     dp = dp.to(p.dtype)
     rows = rows_of(kept, scales)
-    left2, left1 = dy_rows if second[1] else dy, dz_rows if first[1] else dz
     pending = [
-        (bundles[1], weight_writer(products, left2, h, ends, bundles[1].dtype)),
-        (bundles[0], weight_writer(products, left1, rows, ends, bundles[0].dtype)),
+        (bundles[1], weight_writer(products, dy_rows, h, ends, bundles[1].dtype)),
+        (bundles[0], weight_writer(products, dz_rows, rows, ends, bundles[0].dtype)),
     ]
     if len(bundles) == 4:
         pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
@@ -204,24 +203,20 @@ def work_of(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str
 _products: dict[tuple[Any, ...], LoopProducts] = {}
 
 
-def _fake_forward(x, p, ends, once, parameters, text, coded) -> tuple[Tensor, ...]:
-    z = x.new_empty(x.shape[0], parameters[0].shape[-2])
-    codes = x.new_empty(x.shape if coded else (0,), dtype=torch.uint8)
-    return x.new_empty(x.shape), z, codes, x.new_empty(codes.shape[:1], dtype=torch.float32)
+def _fake_forward(x, p, ends, once, parameters, text) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], parameters[0].shape[-2])
 
 
 @operator(
-    "expert_mlp(Tensor x, Tensor p, Tensor ends, Tensor once, Tensor[] parameters, str text,"
-    " bool coded) -> (Tensor, Tensor, Tensor, Tensor)",
+    "expert_mlp(Tensor x, Tensor p, Tensor ends, Tensor once, Tensor[] parameters, str text)"
+    " -> (Tensor, Tensor)",
     _fake_forward,
 )
-def _graph_forward(x, p, ends, once, parameters, text, coded) -> Any:
+def _graph_forward(x, p, ends, once, parameters, text) -> Any:
     check_ends(ends, len(x))
     remember(parameters)
-    y, z, kept = mlp_forward(x, p, ends, work_of(x, parameters, len(ends), text))
-    if coded:
-        return y, z, kept.codes, kept.scales
-    return y, z, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+    y, z, _ = mlp_forward(x, p, ends, work_of(x, parameters, len(ends), text))
+    return y, z
 
 
 def _fake_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
@@ -271,11 +266,10 @@ def _graph_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> l
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, p, ends, _, parameters, ctx.text, coded = inputs
-    _, z, codes, scales = output
-    ctx.mark_non_differentiable(z, codes, scales)
-    kept = (codes, scales) if coded else (x, None)
-    ctx.save_for_backward(*kept, z, p, ends, *parameters)
+    x, p, ends, _, parameters, ctx.text = inputs
+    _, z = output
+    ctx.mark_non_differentiable(z)
+    ctx.save_for_backward(x, None, z, p, ends, *parameters)
 
 
 def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -285,18 +279,16 @@ def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         dy, saved[:5], saved[5:], ctx.text, wants_x, wants_p, trained
     )
     of_parameters = by_parameter(gradients, trained)
-    return dx if wants_x else None, dp if wants_p else None, None, None, of_parameters, None, None
+    return dx if wants_x else None, dp if wants_p else None, None, None, of_parameters, None
 
 
 torch.library.register_autograd("shardwise::expert_mlp", _bring, setup_context=_keep, lib=library)
 
 
-def graph_mlp(
-    x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str, coded: bool
-) -> Tensor:
+def graph_mlp(x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str) -> Tensor:
     """``y``, while torch.compile traces."""
     # A graph that calls the experts twice with one x must add two gradients to ``main_grad``. This
     # new tensor keeps torch.compile from merging the two calls.
     once = torch.empty(0, device=x.device)
     node = torch.ops.shardwise.expert_mlp.default
-    return node(x, p, ends, once, parameters, text, coded)[0]  # type: ignore[no-any-return]
+    return node(x, p, ends, once, parameters, text)[0]  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
 from shardwise.moe.coded import ExpertCodes, Into, aligned
-from shardwise.moe.weights import ExpertTensor, QuantisedParameter, parameters_of
+from shardwise.moe.weights import ExpertTensor, parameters_of
 from shardwise.uncompiled import uncompiled
 
 PathName = Literal["loop", "grouped_mm", "fused"]
@@ -254,7 +254,7 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) 
                 f"parameters of shape {given} for {num_experts} experts: {needed} is needed"
             )
         for parameter in bundle.parameters:
-            if not isinstance(parameter, QuantisedParameter) and not parameter.is_contiguous():
+            if not parameter.is_contiguous():
                 raise ValueError(
                     f"an expert parameter of shape {list(parameter.shape)} has strides "
                     f"{parameter.stride()}: register it as .contiguous()"

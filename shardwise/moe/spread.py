@@ -214,41 +214,33 @@ torch.library.register_autograd(
 # ------------------------------------------------------------------------------ experts
 
 
-def _fake_rows(exchange, ends, by_expert, numbers, parameters, text, coded, delay, name):
+def _fake_rows(exchange, ends, by_expert, numbers, parameters, text, delay, name):
     rows, first = by_expert.shape[0], parameters[0]
     like = torch.empty(0, dtype=first.dtype, device=by_expert.device)
     wide = torch.promote_types(first.dtype, torch.float32)
     x = like.new_empty(rows, first.shape[-1])
-    codes = like.new_empty(x.shape if coded else (0,), dtype=torch.uint8)
-    scales = like.new_empty(codes.shape[:1], dtype=torch.float32)
-    kept = scales.new_empty(0, dtype=first.dtype) if coded else like.new_empty(x.shape)
     z, p = like.new_empty(rows, first.shape[-2]), like.new_empty(rows, dtype=wide)
-    return x, kept, codes, scales, z, p
+    return x, like.new_empty(x.shape), z, p
 
 
 @operator(
     "expert_rows(Tensor exchange, Tensor ends, Tensor by_expert, Tensor numbers,"
-    " Tensor[] parameters, str text, bool coded, bool delay, str name)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor[] parameters, str text, bool delay, str name) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_rows,
 )
-def _rows(exchange, ends, by_expert, numbers, parameters, text, coded, delay, name):
+def _rows(exchange, ends, by_expert, numbers, parameters, text, delay, name):
     x, p = _ended(exchange)
     check_ends(ends, len(x))
     remember(parameters)
-    y, z, kept = mlp_forward(x, p, ends, work_of(x, parameters, len(ends), text))
-    none = x.new_empty(0)
-    if coded:
-        return y, none, kept.codes, kept.scales, z, p
-    return y, x, none.to(torch.uint8), none.float(), z, p
+    y, z, _ = mlp_forward(x, p, ends, work_of(x, parameters, len(ends), text))
+    return y, x, z, p
 
 
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, ends, by_expert, numbers, parameters, ctx.text, coded, ctx.delay, ctx.name = inputs
-    _, x, codes, scales, z, p = output
-    ctx.mark_non_differentiable(x, codes, scales, z, p)
-    kept = (codes, scales) if coded else (x, None)
-    ctx.save_for_backward(*kept, z, p, ends, by_expert, numbers, *parameters)
+    _, ends, by_expert, numbers, parameters, ctx.text, ctx.delay, ctx.name = inputs
+    _, x, z, p = output
+    ctx.mark_non_differentiable(x, z, p)
+    ctx.save_for_backward(x, None, z, p, ends, by_expert, numbers, *parameters)
 
 
 def _fake_rows_backward(dy, saved, by_expert, numbers, parameters, text, trained, *_):
@@ -296,7 +288,7 @@ def _bring_rows(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         dy, saved[:5], saved[5], saved[6], saved[7:], ctx.text, trained, wants, ctx.delay, ctx.name
     )
     of_parameters = by_parameter(gradients, trained)
-    return exchange if wants else None, None, None, None, of_parameters, None, None, None, None
+    return exchange if wants else None, None, None, None, of_parameters, None, None, None
 
 
 torch.library.register_autograd(

@@ -14,12 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.moe.coded import Coding, ExpertCodes
+from shardwise.moe.coded import ExpertCodes, is_coded, operand
+from shardwise.precision.fp8 import Reads
+from shardwise.precision.fp8_weight import Coded
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
@@ -134,7 +136,7 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one parameter for each expert
 
-    def value(self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward") -> Any:
+    def value(self, dtype: torch.dtype, phase: Reads = "forward") -> Any:
         """The current values [experts, ...] as the products of ``phase`` read them: a tensor, or
         fp8 codes that are multiplied without decoding."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
@@ -147,22 +149,17 @@ class ExpertTensor:
         return self.parameters[0].dtype
 
     @property
-    def coding(self) -> Coding:
-        first = self.parameters[0]
-        return first.quantised.coding if isinstance(first, QuantisedParameter) else (False, False)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """The second half of :attr:`coding`, for torch.compile."""
-        first = self.parameters[0]
-        return isinstance(first, QuantisedParameter) and first.codes_in_gradient
+    def is_coded(self) -> bool:
+        """Whether rows become codes where they are multiplied by these weights."""
+        return is_coded(self.parameters[0])
 
     @property
     def in_graphs(self) -> bool:
         """Whether a graph of torch.compile may return gradients. It may not where the user has set
-        a ``main_grad``: then ``.grad`` must stay None."""
+        a ``main_grad``: then ``.grad`` must stay None. Experts in fp8 run between graphs."""
         return not any(
-            not _is_sharded(parameter) and hasattr(parameter, "main_grad")
+            isinstance(parameter, Coded)
+            or (not _is_sharded(parameter) and hasattr(parameter, "main_grad"))
             for parameter in self.parameters
         )
 
@@ -306,19 +303,9 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-class QuantisedParameter:
-    """Base class of parameters whose values are stored in a quantised format only."""
-
-    quantised: Any
-    codes_in_gradient = False  # whether the weight gradient is a product of codes
-
-
-def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:
-    """The values of a parameter. Of a quantised parameter: the operand of the products of
-    ``phase``."""
-    if isinstance(parameter, QuantisedParameter):
-        return parameter.quantised.operand(phase)
-    return parameter.detach()
+def _read(parameter: Tensor, phase: Reads) -> Any:
+    """The values of a parameter. Of a weight in fp8: the operand of the products of ``phase``."""
+    return operand(parameter, phase) if isinstance(parameter, Coded) else parameter.detach()
 
 
 def is_wanted(leaf: Tensor) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formats in which weights, gradients and activations are kept."""
 
-from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.precision.policy import Precision
 
-__all__ = ["FP8Tensor", "Precision"]
+__all__ = ["Precision"]

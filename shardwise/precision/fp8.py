@@ -6,7 +6,6 @@
     block       codes               scales                       read by
     ROW         [rows, columns]     [rows, columns/32]           x · Wᵀ, which sums over columns
     COLUMN      [rows, columns]     [rows/32, columns]           dy · W, which sums over rows
-    SQUARE      [rows, columns]     [rows/32, columns/32]        both
     ROW_128     [rows, columns]     [rows, columns/128] fp32     activations, gradients
     SQUARE_128  [rows, columns]     [rows/128, columns/128] fp32 both
 
@@ -24,8 +23,7 @@ The rules for what the standard leaves open:
 
 - **scale**: ``"exact"`` (blocks of 128): the largest magnitude of the block / 448; magnitudes below
   2^-100 count as 2^-100. ``"rceil"``: the smallest power of two that brings the largest magnitude
-  to 448 or less; this is an integer comparison, and exact. ``"floor"``: the exponent of the largest
-  magnitude minus 8, the standard's minimum, which saturates a quarter of the largest magnitudes.
+  to 448 or less; this is an integer comparison, and exact.
 - **zeros**: a block of zeros has codes of zeros, which keep their signs, and in MXFP8 scale 0.
 - **NaN**: a block with a NaN or an infinity has scale NaN (255 in MXFP8) and codes 0x7F: all its
   values are NaN.
@@ -44,7 +42,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,20 +50,22 @@ from torch import Tensor
 
 from shardwise.kernels import has_triton
 
-Rounding = Literal["rceil", "floor", "exact"]  # how scales are rounded
+Format = Literal["mxfp8", "fp8_block"]  # of weights
+Reads = Literal["forward", "backward"]
+Rounding = Literal["rceil", "exact"]  # how scales are rounded
 Block = tuple[int, int]  # rows and columns that share a scale
 
 SIDE = 32  # the side of blocks of MXFP8
 ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
-SQUARE: Block = (SIDE, SIDE)
 WIDE = 128  # the side of blocks with fp32 scales
 EVEN = 16  # sides of matrices in blocks of 128 must be multiples of this, as hardware requires
 ROW_128: Block = (1, WIDE)
 SQUARE_128: Block = (WIDE, WIDE)
 # The dtype of each block's scales: uint8 for the exponent of a power of two, or fp32.
-SCALES: dict[Block, torch.dtype] = dict.fromkeys((ROW, COLUMN, SQUARE), torch.uint8)
+SCALES: dict[Block, torch.dtype] = dict.fromkeys((ROW, COLUMN), torch.uint8)
 SCALES |= dict.fromkeys((ROW_128, SQUARE_128), torch.float32)
+BLOCKS: dict[Format, Block] = {"mxfp8": ROW, "fp8_block": SQUARE_128}  # of weights
 
 LARGEST = 448.0  # the largest e4m3 value
 INVERSE_LARGEST = 0.002232142956927419  # 1 / 448 in fp32
@@ -126,15 +126,13 @@ class Plane:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
-    @functools.cached_property
-    def right(self) -> tuple[Tensor, Tensor]:
-        """:func:`right_side`, made once: views cost the host as much time as a kernel launch."""
-        return right_side(self.codes, self.scales)
 
-
-def right_side(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [n, k] and the scales of their blocks as the right side of a product, [k, n]."""
-    return codes.view(torch.float8_e4m3fn).t(), scales.t()
+def plane_over(codes: Tensor, scales: Tensor) -> Plane:
+    """Codes and scales of a weight as a plane: the dtype and the shape of the scales tell its
+    blocks."""
+    if scales.dtype == torch.float32:
+        return Plane(codes=codes, scales=scales, block=SQUARE_128)
+    return Plane(codes=codes, scales=scales, block=ROW if len(scales) == len(codes) else COLUMN)
 
 
 # ------------------------------------------------------------------------------------- arithmetic
@@ -151,7 +149,7 @@ def step_of(blocks: Sequence[Block]) -> int:
     return EVEN if side == WIDE else side
 
 
-def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (SQUARE,)) -> list[str]:
+def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (ROW,)) -> list[str]:
     """Reasons why a tensor of this shape cannot be stored in these blocks. It may have no rows."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
@@ -190,16 +188,14 @@ def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     return whole[: shape[0], : shape[1]].contiguous()
 
 
-def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
+def scales_of(magnitudes: Tensor) -> Tensor:
     """The scale bytes (as int32) of blocks whose largest magnitudes have these bf16 bits (int32).
 
     amax = 1.m · 2^(E-127) and 448 = 1.75 · 2^8, so amax / 448 <= 2^(scale-127) first holds for
     scale = E - 8 where 1.m <= 1.75, and for scale = E - 7 where 1.m is larger.
     """
     exponent = magnitudes >> 7
-    scale = exponent - 8
-    if rounding == "rceil":
-        scale = scale + ((magnitudes & 0x7F) > 0x60)
+    scale = exponent - 8 + ((magnitudes & 0x7F) > 0x60)
     return scale.clamp(min=0).masked_fill(exponent == 255, NAN_SCALE)
 
 
@@ -234,7 +230,7 @@ def encode_reference(
         scales = (largest * INVERSE_LARGEST).masked_fill(undefined, float("nan"))
         inverse = scales.reciprocal()
     else:
-        scales = scales_of(magnitudes, rounding)
+        scales = scales_of(magnitudes)
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
         scales = powers(scales) if scale_dtype is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
@@ -278,7 +274,6 @@ def encode(
     x: Tensor,  # [rows, columns], floating point; rounded to bf16 first
     blocks: Sequence[Block] = (ROW, COLUMN),
     *,
-    rounding: Rounding | None = None,
     out: Sequence[Plane] | None = None,
     sharing: int = 0,
 ) -> tuple[Plane, ...]:
@@ -286,23 +281,13 @@ def encode(
     pass.
 
     Args:
-        rounding: the rounding of scales. Default: "exact" for fp32 scales, else "rceil".
         out: planes to write into and return, in the order of ``blocks``.
         sharing: with blocks of 128x128, the number of equal matrices, one below another, each of
             which has one scale for all its blocks. 0: each block has its own scale.
     """
-    rounding = rounding or rounding_of(blocks)
     problems = block_problems(blocks) or shape_problems(x.shape, blocks)
     if x.dtype not in SOURCES:
         problems.append(f"a tensor of {x.dtype}: encode floating-point values, not codes")
-    of_powers = [block for block in blocks if SCALES.get(block) is torch.uint8]
-    if rounding not in get_args(Rounding):
-        problems.append(f"rounding {rounding!r}: choose from {', '.join(get_args(Rounding))}")
-    elif rounding == "exact" and of_powers:
-        problems.append(
-            f"rounding 'exact' in blocks {of_powers[0]}: their scales are powers of two; choose "
-            f"'rceil' or 'floor'"
-        )
     if len(set(blocks)) != len(blocks):
         problems.append(f"blocks {tuple(blocks)}: pass each at most once")
     partial = bool(x.shape[0] % (sharing * WIDE or 1) or x.shape[1] % WIDE)
@@ -328,11 +313,11 @@ def encode(
         if SQUARE_128 in by_block:
             matrix = fp8_codes.Matrix(x.shape[0], x.shape[1], 0, 0)
             tiles = fp8_codes.list_tiles(matrix.cut(sharing), x.device) if sharing else None
-            fp8_codes.encode(source, *by_block.pop(SQUARE_128), tiles=tiles, rounding=rounding)
-        mxfp8.encode(source, by_block, rceil=rounding == "rceil")
+            fp8_codes.encode(source, *by_block.pop(SQUARE_128), tiles=tiles)
+        mxfp8.encode(source, by_block)
         return planes
     for plane in planes:
-        codes, scales = encode_reference(x.detach(), plane.block, rounding, sharing)
+        codes, scales = encode_reference(x.detach(), plane.block, None, sharing)
         plane.codes.copy_(codes)
         plane.scales.copy_(scales)
     return planes

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,11 @@ from shardwise.precision.fp8 import (
     ROW_128,
     SQUARE_128,
     WIDE,
-    Plane,
-    Rounding,
+    Reads,
     decode_reference,
     encode_reference,
-    right_side,
     uses_kernels,
 )
-from shardwise.precision.fp8_tensor import Reads
 
 Quantised = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scales, turned, turned scales
 
@@ -119,7 +116,7 @@ def note(x: Tensor, codes: Tensor) -> None:
         _tally.add(x, codes)
 
 
-def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
+def quantise(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Quantise x [tokens, features] in blocks along features (``rows``), and turned in blocks along
     tokens.
 
@@ -135,91 +132,33 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
             (codes, scales) if rows else None,
             (turned_codes, turned_scales) if turned else None,
             square=turned == WIDE,
-            rounding=rounding,
         )
     else:
         whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
         if rows:
-            codes, scales = encode_reference(whole, ROW_128, rounding)
+            codes, scales = encode_reference(whole, ROW_128)
             scales = scales.t().contiguous()
         if turned:
             block = SQUARE_128 if turned == WIDE else ROW_128
-            turned_codes, turned_scales = encode_reference(whole.t().contiguous(), block, rounding)
+            turned_codes, turned_scales = encode_reference(whole.t().contiguous(), block)
             if block == ROW_128:
                 turned_scales = turned_scales.t().contiguous()
     note(x, codes[: len(x)] if rows else turned_codes[:, : len(x)].t())
     return codes, scales, turned_codes, turned_scales
 
 
-def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> Quantised:
-    """:func:`quantise` of the parts [tokens, features] of one x, side by side, turned in 1x128. All
-    parts but the last have whole blocks of features."""
-    if len(parts) == 1:
-        return quantise(parts[0], rows, 1, rounding)
-    if not uses_kernels(parts[0].device):
-        return quantise(torch.cat(list(parts), 1), rows, 1, rounding)
-    from shardwise.kernels import fp8_codes
-
-    result = empty(parts[0], rows, 1, sum(part.shape[1] for part in parts))
-    codes, scales, turned, turned_scales = result
-    low = 0
-    for part in parts:
-        wide = part.shape[1]
-        planes = None
-        if rows:
-            planes = codes.narrow(1, low, wide), scales.narrow(0, low // WIDE, -(-wide // WIDE))
-        fp8_codes.quantise(
-            part.to(torch.bfloat16).contiguous(),
-            planes,
-            (turned.narrow(0, low, wide), turned_scales.narrow(1, low, wide)),
-            rounding=rounding,
-        )
-        note(part, turned.narrow(0, low, wide)[:, : len(part)].t())
-        low += wide
-    return result
-
-
-def quantise_swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Quantised:
+def quantise_swiglu(gate: Tensor, up: Tensor) -> Quantised:
     """:func:`quantise` of silu(gate) · up, turned in 128x128, computed in fp32 and rounded once."""
     if not counts() and uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
         from shardwise.kernels import fp8_fused
 
         result = empty(gate, True, WIDE)
-        fp8_fused.swiglu((gate, up), result, rounding=rounding)
+        fp8_fused.swiglu((gate, up), result)
         return result
-    return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE, rounding)
+    return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE)
 
 
-def quantise_norm(h: Tensor, factors: Tensor, weight: Tensor, rounding: Rounding) -> Quantised:
-    """:func:`quantise` of h [..., features] · factors [..., 1] · weight [features], turned in
-    128x128, computed in fp32 and rounded once."""
-    h, factors = h.reshape(-1, h.shape[-1]), factors.reshape(-1, 1)
-    if not counts() and uses_kernels(h.device) and h.dtype == weight.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_fused
-
-        result = empty(h, True, WIDE)
-        h, factors, weight = h.contiguous(), factors.contiguous(), weight.contiguous()
-        fp8_fused.norm(h, factors, weight, result, rounding=rounding)
-        return result
-    return quantise((h.float() * factors * weight.float()).to(h.dtype), True, WIDE, rounding)
-
-
-def quantise_heads(x: Tensor, rounding: Rounding) -> Quantised:
-    """:func:`quantise` of heads [batch, tokens, heads, features], side by side, turned in 128x128.
-    Tokens and features are multiples of 128, and features are contiguous."""
-    batch, tokens, heads, width = x.shape
-    if counts() or not uses_kernels(x.device):
-        return quantise(x.reshape(batch * tokens, heads * width), True, WIDE, rounding)
-    from shardwise.kernels import fp8_codes
-
-    result = empty(x.new_empty(batch * tokens, 0), True, WIDE, heads * width)
-    fp8_codes.quantise(x, result[:2], result[2:], square=True, rounding=rounding)
-    return result
-
-
-def quantise_swiglu_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool, rounding: Rounding
-) -> Quantised:
+def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool) -> Quantised:
     """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
     # The kernel needs the shared memory of Hopper.
     if not counts() and scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
@@ -227,20 +166,20 @@ def quantise_swiglu_backward(
 
         result = empty(dh, True, 1, 2 * dh.shape[1])
         sources = (dh.contiguous(), gate, up)
-        fp8_fused.swiglu(sources, result, gate_first=gate_first, rounding=rounding)
+        fp8_fused.swiglu(sources, result, gate_first=gate_first)
         return result
     dtype = dh.dtype
     dh, gate, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
     of_gate, of_up = dh * up.float() * sigma * (1 + gate * (1 - sigma)), dh * gate * sigma
     both = (of_gate, of_up) if gate_first else (of_up, of_gate)
-    return quantise(torch.cat(both, 1).to(dtype), True, 1, rounding)
+    return quantise(torch.cat(both, 1).to(dtype), True, 1)
 
 
 # (x, its version and the other arguments, the result) of the last call of ``quantise_once``.
 _last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None
 
 
-def quantise_once(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
+def quantise_once(x: Tensor, rows: bool, turned: int) -> Quantised:
     """:func:`quantise` of x [..., features], computed once for layers that read the same x one
     after another (query, key and value). They save the same codes for backward.
 
@@ -250,12 +189,12 @@ def quantise_once(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Qua
     """
     global _last
     if x.is_inference():  # inference tensors have no version
-        return quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
+        return quantise(x.reshape(-1, x.shape[-1]), rows, turned)
     address = 0 if x.is_meta else x.data_ptr()  # changes with ``x.data = ...``
-    key, last = (x._version, address, rows, turned, rounding), _last
+    key, last = (x._version, address, rows, turned), _last
     if last is not None and last[0]() is x and last[1] == key:
         return last[2]
-    result = quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
+    result = quantise(x.reshape(-1, x.shape[-1]), rows, turned)
     _last = weakref.ref(x, forget), key, result
     return result
 
@@ -268,25 +207,29 @@ def forget(x: weakref.ref[Tensor] | None = None) -> None:
 
 
 def multiply(
-    codes: Tensor, scales: Tensor, plane: Plane, phase: Reads, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    of_weight: Tensor,
+    phase: Reads,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """x · Wᵀ (forward) or dy · W (backward) [tokens, ...], of activations in 1x128 blocks."""
-    rows, columns = plane.codes.shape
+    """x · Wᵀ (forward) or dy · W (backward) [tokens, ...]: codes of activations in 1x128, and of
+    the weight in 128x128, with their scales."""
+    rows, columns = weight.shape
     if codes.is_meta:  # a plan: allocate what the product would
-        turned_weight = plane.codes.new_empty(columns, rows) if phase == "backward" else None
+        turned_weight = weight.new_empty(columns, rows) if phase == "backward" else None
         result = codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
         del turned_weight  # alive during the product
         return result
     if scaled_problem(codes.device) is None:
-        if phase == "forward":
-            return scaled_by_blocks(codes, scales, *plane.right, dtype)
-        from shardwise.kernels import fp8_codes
+        if phase == "backward":
+            from shardwise.kernels import fp8_codes
 
-        turned = fp8_codes.turn(plane.codes, plane.scales)
-        return scaled_by_blocks(codes, scales, *right_side(*turned), dtype)
-    left = _decoded(codes, scales)
-    weight = decode_reference(plane.codes, plane.scales, plane.block, torch.float32)
-    return (left @ (weight.t() if phase == "forward" else weight)).to(dtype)
+            weight, of_weight = fp8_codes.turn(weight, of_weight)
+        return scaled_by_blocks(codes, scales, *right_side(weight, of_weight), dtype)
+    values = decode_reference(weight, of_weight, SQUARE_128, torch.float32)
+    return (_decoded(codes, scales) @ (values.t() if phase == "forward" else values)).to(dtype)
 
 
 def weight_gradient(
@@ -299,6 +242,11 @@ def weight_gradient(
         return scaled_by_blocks(grad, grad_scales, *right_side(x, x_scales), dtype)
     right = decode_reference(x, x_scales, SQUARE_128, torch.float32)
     return (_decoded(grad, grad_scales) @ right.t()).to(dtype)
+
+
+def right_side(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, k] and the scales of their blocks as the right side of a product, [k, n]."""
+    return codes.view(torch.float8_e4m3fn).t(), scales.t()
 
 
 def scaled_by_blocks(

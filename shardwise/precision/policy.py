@@ -7,21 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from shardwise.precision.fp8 import (
+    BLOCKS,
+    Format,
     FP8Error,
-    Rounding,
-    rounding_of,
     shape_problems,
     side_of,
     step_of,
 )
-from shardwise.precision.fp8_functions import DECODED, Recipe
-from shardwise.precision.fp8_tensor import FORMATS, LOOKUPS, Format, Matrices
+from shardwise.precision.fp8_weight import Products
 
 _NAMES = {
     "fp32": torch.float32,
@@ -30,16 +29,10 @@ _NAMES = {
     "fp64": torch.float64,
 }
 DtypeLike = str | torch.dtype | None
-Products = Literal["emulated", "native", "fp8"]
-Scales = Literal["fp32", "power_of_two"]
-WeightGradient = Literal["fp8", "bf16"]
-ShownGradients = Literal["main", "computed"]
-_FORMATS = ", ".join(map(repr, get_args(Matrices)))
+_FORMATS = ", ".join(map(repr, get_args(Format)))
 # The products of each format; the first is the default.
-_PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
+_PRODUCTS: dict[Format, tuple[Products, ...]] = {
     "mxfp8": ("emulated", "native"),
-    "mxfp8_rowcol": ("emulated", "native"),
-    "mxfp8_2d": ("emulated", "native"),
     "fp8_block": ("fp8", "emulated"),
 }
 # Names of recipes in other libraries, and what to use instead or why there is nothing.
@@ -92,15 +85,11 @@ class Precision:
 
             - ``"mxfp8"``: 1x32 blocks. For weights whose sides are multiples of 32. Products are
               computed in bf16.
-            - ``"mxfp8_2d"``: the same with 32x32 blocks.
-            - ``"mxfp8_rowcol"``: 1x32 blocks for forward, and 32x1 blocks for backward, as hardware
-              with MXFP8 products needs. ``"mxfp8"`` with ``products="native"`` becomes this.
             - ``"fp8_block"``: 128x128 blocks with fp32 scales. For sides of 128 or more that are
               multiples of 16, for experts multiples of 128. Products are computed in fp8.
 
-            Embeddings, and with ``"fp8_block"`` output heads, are stored in fp8 only if ``include``
-            names them. All other weights are bf16. ``sw.precision_report(model)`` lists how each
-            weight is stored, and why.
+            Embeddings stay bf16, and with ``"fp8_block"`` output heads do unless ``include`` names
+            them. ``sw.precision_report(model)`` lists how each weight is stored, and why.
         reduce: the dtype in which gradients are sent and summed. ``None``: that of ``weights``.
         main: the dtype of main weights, of their gradients and thereby of the optimizer state.
             ``None``: fp32 for trained parameters that are bf16 or fp16 when the module is wrapped
@@ -109,25 +98,16 @@ class Precision:
         outputs: the dtype to which floating-point outputs of a wrapped module are cast.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
         include, exclude: shell patterns of the parameters to store in fp8, matched with their names
-            in the wrapped module. ``exclude`` wins. ``"*"`` means every linear, and no embedding:
-            ``("*", "embedding.weight")`` adds one. An embedding is stored as one plane of rows,
-            which backward does not gather. An embedding tied to a linear is stored like the linear.
+            in the wrapped module. ``exclude`` wins. ``"*"`` means every linear.
         products: how weights in fp8 are multiplied:
 
             - ``"emulated"`` (default of MXFP8): weights are decoded to bf16, on any device.
             - ``"native"``: by hardware with MXFP8 products (compute capability 10.0). Activations
               are rounded to MXFP8 too, so the numbers differ. Therefore it is never a default.
+              Backward reads 32x1 blocks, and gathers are bf16, because both have more bytes.
             - ``"fp8"`` (default of ``"fp8_block"``): activations and gradients are rounded to fp8
               in 1x128 blocks, and Hopper multiplies them. Other devices decode, and get the same
               numbers.
-        scales: the scales of ``"fp8_block"``: ``"fp32"``, or ``"power_of_two"``, rounded up.
-        weight_gradient: with products in fp8, how the weight's gradient is computed: ``"fp8"``
-            (activations are saved for backward as fp8 codes) or ``"bf16"``.
-        gradients: ``"main"``: ``.grad`` has the dtype of the main weight. ``"computed"``: if one
-            rank holds the whole gradient and one backward brings it, ``.grad`` is the tensor that
-            autograd computed, in the dtype of ``weights``. The values are the same, without a copy
-            and in half of the memory. ``sw.optimizer`` reads either; torch's optimizers need
-            ``"main"``.
     """
 
     weights: DtypeLike = None
@@ -138,9 +118,6 @@ class Precision:
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     products: Products | None = None
-    scales: Scales = "fp32"
-    weight_gradient: WeightGradient = "fp8"
-    gradients: ShownGradients = "main"
 
     def __post_init__(self) -> None:
         if not isinstance(self.cast_inputs, bool):  # "no" would be true
@@ -151,16 +128,6 @@ class Precision:
                 f"Precision(weights={self.weights!r}, products={self.products!r}): choose from "
                 + "; ".join(f"{', '.join(map(repr, p))} for {f!r}" for f, p in _PRODUCTS.items())
             )
-        choices = {"scales": Scales, "weight_gradient": WeightGradient, "gradients": ShownGradients}
-        for field, literal in choices.items():
-            value, values = getattr(self, field), get_args(literal)
-            if value not in values:
-                raise ValueError(f"Precision({field}={value!r}): choose one of {', '.join(values)}")
-            if value != values[0] and self.format != "fp8_block" and field != "gradients":
-                raise ValueError(
-                    f"Precision(weights={self.weights!r}, {field}={value!r}): only "
-                    f"weights='fp8_block' has this choice; leave {field} out"
-                )
         for field in ("include", "exclude"):
             object.__setattr__(self, field, _patterns_of(getattr(self, field), field))
         for field in ("reduce", "main", "outputs"):
@@ -190,25 +157,14 @@ class Precision:
         )
 
     @property
-    def format(self) -> Matrices | None:
+    def format(self) -> Format | None:
         """The fp8 format of the weights of linear layers; None if they have a dtype."""
-        if self.weights == "mxfp8" and self.products == "native":
-            return "mxfp8_rowcol"
-        return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
+        return self.weights if self.weights in get_args(Format) else None  # type: ignore[return-value]
 
     @property
-    def rounding(self) -> Rounding:
-        """The rounding of the scales of weights in fp8."""
-        if self.format is None or self.scales != "fp32":
-            return "rceil"
-        return rounding_of(FORMATS[self.format])
-
-    @property
-    def recipe(self) -> Recipe:
+    def multiplied(self) -> Products:
         """How weights in fp8 are multiplied."""
-        if self.format is None or (self.products or _PRODUCTS[self.format][0]) != "fp8":
-            return DECODED
-        return Recipe(self.rounding, self.weight_gradient)
+        return self.products or (_PRODUCTS[self.format][0] if self.format else "emulated")
 
     def names(self, name: str) -> bool:
         """Whether a pattern of ``include`` other than ``"*"`` matches this name."""
@@ -290,12 +246,7 @@ def _patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
-# Reasons why a weight stays in a dtype, which other files look for.
-HEAD = "an output head"
-TILED = "it is a DTensor of tensor parallelism"
-
-
-def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
+def stores_nothing(format: Format | None, rows: Sequence[Stored]) -> list[str]:
     """A problem if none of ``rows``, all parameters of a model, is stored in fp8."""
     if format is None or not rows or any(row.format for row in rows):
         return []
@@ -327,21 +278,17 @@ def ineligible(
     assert format is not None, "a precision with weights in fp8"
     if not any(fnmatchcase(name, pattern) for pattern in include):
         return f"not in include={include}"
-    # Other modules, such as norms, neither multiply by a decoded matrix nor look rows up.
-    others = sorted(
-        {owner.__name__ for owner in owners if not _multiplies(owner) and not _looks_up(owner)}
-    )
+    # Other modules, such as norms and embeddings, do not multiply by a matrix.
+    others = sorted({owner.__name__ for owner in owners if not _multiplies(owner)})
     if others:
         return f"read by {', '.join(others)}, not only by linears"
-    if any(map(_looks_up, owners)) and not precision.names(name):
-        return f"read by an embedding; include={(*include, name)} stores it too"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     if head and precision.keeps_head(name):
-        return f"{HEAD}; include={(*include, name)} stores it too, and multiplies in fp8"
+        return f"an output head; include={(*include, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
-    sides, blocks = shape[-2:] if stack else shape, FORMATS[format]
+    sides, blocks = shape[-2:] if stack else shape, [BLOCKS[format]]
     side = side_of(blocks)
     problems = shape_problems(sides, blocks)
     if not problems and min(sides) < side:
@@ -351,20 +298,10 @@ def ineligible(
     return "; ".join(problems) or None
 
 
-def sides_in(format: Matrices) -> str:
+def sides_in(format: Format) -> str:
     """The sides that weights of linear layers must have in a format, in words."""
-    step, side = step_of(FORMATS[format]), side_of(FORMATS[format])
+    step, side = step_of([BLOCKS[format]]), side_of([BLOCKS[format]])
     return f"multiples of {step}" + (f", {side} or more" if step < side else "")
-
-
-def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:
-    """The format of a weight in fp8. If only embeddings read the weight, backward does not, and
-    the format has no plane for backward."""
-    return LOOKUPS[matrices] if all(map(_looks_up, owners)) else matrices
-
-
-def _looks_up(owner: type[nn.Module]) -> bool:
-    return issubclass(owner, nn.Embedding)
 
 
 def _multiplies(owner: type[nn.Module]) -> bool:

@@ -3,7 +3,7 @@
 
     axes without a process group    collectives are counted and not sent
     memory on the meta device       the ledger counts the bytes that buffers would take
-    groups, units, runtime,         the same objects as in a run
+    groups, units, model,           the same objects as in a run
     optimizer
 
 The bytes that a step holds and sends are read from the ledger and from ``comm.record()``, as in a
@@ -18,12 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.memory import Ledger
-from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
@@ -31,12 +29,14 @@ from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.placements import SHARD
+from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import Follower, following
-from shardwise.report.planned import Measured, Moment, Options
+from shardwise.report.planned import Measured, Options
 from shardwise.report.units import META, ranks_at
+from shardwise.shard.compat import run_backward
 from shardwise.shard.group import Group
+from shardwise.shard.model import Model
 from shardwise.shard.module import units_of
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
 from shardwise.streams import Lanes
 
@@ -56,12 +56,7 @@ class Engine:
         root = self.units[0]
         lanes = root._comm_ctx.lanes = Lanes(META)
         lanes.asynchronous = self.options.device != "cpu"
-        Runtime.start(root, self.model)
-        self._begin()
-
-    def _begin(self) -> None:
-        for group in self.groups:
-            group.show_whole()
+        Model.start(root, self.model)
         self._add_optimizer()
 
     def pose_as(self, rank: int) -> None:
@@ -71,9 +66,11 @@ class Engine:
         ranks = {ep: ranks_at(self.options, rank, ep) for ep in (1, self.options.ep)}
         for unit in self.units:
             for group in unit.groups:
-                group.ranks = ranks[1 if group.ranks.others is None else self.options.ep]
-            unit.adopt()
-        self._begin()
+                place = ranks[1 if group.ranks.others is None else self.options.ep]
+                group.ranks = group.gradients.ranks = place
+                group.adopt()
+            unit.connect()
+        self._add_optimizer()
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -95,22 +92,15 @@ class Engine:
         return [] if self.optimizer is None else list(self.optimizer._matrix_groups or ())
 
     def _add_optimizer(self) -> None:
-        """Create the optimizer of the parameters whose step sends or gathers anything."""
+        """Create the optimizer of the matrices, whose step sends them."""
         chosen = self.options.optimizer
         trained = [route for route in self.routes if route.parameter.requires_grad]
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for routed in trained:
-            is_matrix = chosen not in ("adamw", "none") and routed.route.kind == "matrix"
-            (matrices if is_matrix else others).append(routed.parameter)
-        groups = []
-        if matrices:
-            settings = MuonSettings() if chosen == "muon" else ANY[chosen](lr=0.0)
-            groups.append(group_of(settings, matrices))
-        if self.options.gather_in_step and others:
-            groups.append(group_of(AdamWSettings(), others))
-        if groups:
-            self.optimizer = ShardedOptimizer(groups, {id(r.parameter): r.name for r in trained})
+        matrices = [r.parameter for r in trained if r.route.kind == "matrix"]
+        if chosen in ("adamw", "none") or not matrices:
+            return
+        settings = MuonSettings() if chosen == "muon" else ANY[chosen](lr=0.0)
+        names = {id(routed.parameter): routed.name for routed in trained}
+        self.optimizer = ShardedOptimizer([group_of(settings, matrices)], names)
 
     # ------------------------------------------------------------------ a step
 
@@ -146,18 +136,18 @@ class Engine:
 
     @property
     def _first_differs(self) -> bool:
-        """Whether the first step differs from later steps: its forward gathers frozen weights, or
-        weights that later steps gather themselves; or it creates memory for decoding."""
+        """Whether the first step differs from later steps: its forward gathers frozen weights that
+        stay, or it creates memory for decoding."""
         frozen = any(not group.trainable for group in self.groups)
         coded = any(group.format is not None for group in self.groups)
-        return self.options.gather_in_step or frozen or coded
+        return frozen or coded
 
     def _step(
         self, forward: Callable[[], Tensor], count: int
-    ) -> tuple[dict[Moment, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
+    ) -> tuple[dict[Reads, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
         """All microbatches between the first and the last are equal: one of them runs, and counts
         as many times."""
-        phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
+        phases: dict[Reads, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
             for unit in self.units:
                 unit.last = number == count - 1
@@ -168,7 +158,7 @@ class Engine:
                 _add(phases["forward"], calls, times)
                 with comm.record() as calls:
                     if loss.requires_grad:
-                        _backward(loss)
+                        run_backward(loss)  # a recomputation uses the stand-ins of forward
                 _add(phases["backward"], calls, times)
                 del loss
         loaded = self.ledger.snapshot()
@@ -176,8 +166,6 @@ class Engine:
         with comm.record() as calls, self._followed():
             self._update()
         exchanged = Counter(call for call in calls if self._exchanges(call))
-        if self.options.gather_in_step:
-            phases["step"] = Counter(calls) - exchanged
         return phases, loaded, exchanged
 
     def _exchanges(self, call: comm.Call) -> bool:
@@ -197,20 +185,10 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self.groups:
-            if group.trainable and not self.options.gather_in_step:
+            if group.trainable:
                 group.main.wrote()
             for parameter in group.sharded:
                 parameter.grad = None
-
-
-def _backward(loss: Tensor) -> None:
-    """``loss.backward()``, but torch function modes stay active inside: a recomputation must use
-    the same stand-ins as forward."""
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
-        accumulate_grad=True,
-    )  # fmt: skip
 
 
 def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> None:

@@ -4,43 +4,35 @@
     forward     root( embedding  1( )  2( )  3( )  norm, head )       in order of registration
     backward    the same parameters in reverse order, each with its gradient
 
-A sketch computes nothing. Autograd, checkpoints and the units work as in a run. A sketch assumes
-that each unit runs once, in the order of registration, and that every trainable parameter gets a
-gradient.
+A sketch has a node of autograd for each parameter, which computes nothing. Autograd, checkpoints
+and the units work as in a run. A sketch assumes that each unit runs once, in the order of
+registration, and that every trainable parameter gets a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm import Call
 from shardwise.moe import mixtures_of
-from shardwise.precision.fp8_tensor import READS
 from shardwise.report.planned import Options, Traffic
 from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules
-from shardwise.shard.call import sentinel
-from shardwise.shard.fp8_group import FP8Group
-from shardwise.shard.module import unit_of
-from shardwise.shard.unit import Unit
-from shardwise.shard.whole_parameter import AUTOGRADS
 
 
 def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
     """Run the model's own forward."""
-    root = unit_of(model)
-    assert root is not None
-    before = root.runtime.forward
+    ran: list[nn.Module] = []
+    hook = model.register_forward_pre_hook(lambda module, args: ran.append(module))
     with META:
         value = loss(model)
-    if root.runtime.forward == before:
+    hook.remove()
+    if not ran:
         raise ValueError(
             "dry_run: loss must call the model that it is given, which is a wrapped copy"
         )
@@ -55,15 +47,15 @@ def sketch(model: nn.Module) -> Callable[[], Tensor]:
         return not recomputed.isdisjoint(map(id, own.modules))
 
     def call(branch: Branch, hidden: Tensor, again: bool) -> Tensor:
-        (hidden,), _ = branch.unit.pre_forward((hidden,), {})
+        (hidden,), _ = branch.unit.pre_forward(branch.module, (hidden,), {})
         for part in branch.parts:
             if isinstance(part, Branch):
                 inside = again or id(part.module) in recomputed
                 hidden = _run(inside and not again, call, part, hidden, inside)
                 continue
             for inside, run in groupby(part, is_recomputed):
-                hidden = _run(inside and not again, _apply, _Work(branch.unit, list(run)), hidden)
-        return branch.unit.post_forward(hidden)  # type: ignore[no-any-return]
+                hidden = _run(inside and not again, _compute, list(run), hidden)
+        return branch.unit.post_forward(branch.module, hidden)  # type: ignore[no-any-return]
 
     return lambda: call(root, torch.empty((), device=META), False)
 
@@ -74,84 +66,36 @@ def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
-class _Work:
-    """Consecutive parameters of one unit."""
-
-    def __init__(self, unit: Unit, parameters: list[Own]) -> None:
-        self.unit, self.parameters = unit, parameters
-        self._coded: list[tuple[FP8Group, int]] = [
-            (own.group, own.key[1]) for own in parameters if isinstance(own.group, FP8Group)
-        ]
-
-    @property
-    def trains(self) -> bool:
-        return any(own.leaf.requires_grad for own in self.parameters)
-
-    def forward(self) -> None:
-        """Read planes as products do. Products decode planes into memory that is kept."""
-        for group, index in self._coded:
-            shape, dtype = group.items[index].shape, group.whole.dtype
-            if "backward" in READS[group.format] and len(shape) == 2:
-                row = torch.empty(1, shape[1], dtype=dtype, device=META)
-                with torch.no_grad():
-                    F.linear(row, group.unsharded[index])
-            else:
-                group.plane(index, "forward")
-
-    def backward(self) -> None:
-        """Report gradients in reverse order. A kernel writes all gradients of its module before
-        autograd reports one of them."""
-        for group, index in self._coded:
-            if "backward" in READS[group.format]:
-                group.plane(index, "backward")
-        written: list[Own] = []
-        for own in reversed(self.parameters):
-            leaf = own.leaf
-            if not leaf.requires_grad:
-                continue
-            if own.is_written:
-                leaf.fresh_main_grad()
-                leaf.grad_added_to_main_grad = True
-                written.append(own)
-                continue
-            self._arrive(written)
-            AUTOGRADS.__set__(leaf, _gradient(leaf.shape, leaf.dtype))
-            self.unit.arrived(own.key)
-        self._arrive(written)
-
-    def _arrive(self, parameters: list[Own]) -> None:
-        for own in parameters:
-            self.unit.arrived(own.key)
-        parameters.clear()
-
-
-@cache
-def _gradient(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A gradient without values, shared by all parameters of this shape and dtype."""
-    return torch.empty(shape, dtype=dtype, device=META)
-
-
-def _apply(work: _Work, hidden: Tensor) -> Tensor:
-    # The sentinel, a leaf that every backward of a wrapped model reaches, stands for parameters.
-    trained = sentinel if work.trains else torch.empty(0)
-    return _Sketched.apply(work, hidden, trained)  # type: ignore[no-any-return, no-untyped-call]
+def _compute(parameters: list[Own], hidden: Tensor) -> Tensor:
+    """Use parameters one after another, but together those whose gradients kernels write: a kernel
+    writes all gradients of its module before autograd reports one of them."""
+    for is_written, run in groupby(parameters, lambda own: own.is_written):
+        leaves = [own.leaf for own in run]
+        for used in [leaves] if is_written else [[leaf] for leaf in leaves]:
+            hidden = _Sketched.apply(is_written, hidden, *used)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 class _Sketched(torch.autograd.Function):
-    """Runs a :class:`_Work` as a node of autograd."""
+    """Uses parameters: its backward brings their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, hidden: Tensor, trained: Tensor) -> Tensor:
-        work.forward()
-        ctx.work = work
+    def forward(ctx: Any, is_written: bool, hidden: Tensor, *leaves: Any) -> Tensor:
+        ctx.is_written, ctx.leaves = is_written, leaves
         ctx.save_for_backward(hidden)
         return torch.empty((), dtype=hidden.dtype, device=META)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.saved_tensors  # noqa: B018  # makes a checkpoint run forward again
-        ctx.work.backward()
-        return None, grad, None
+        grads: list[Tensor | None] = []
+        for leaf in ctx.leaves:
+            if ctx.is_written and leaf.requires_grad:
+                leaf.fresh_main_grad()
+                leaf.grad_added_to_main_grad = True
+            needed = leaf.requires_grad and not ctx.is_written
+            grads.append(torch.empty_like(leaf, device=META) if needed else None)
+        return None, grad, *grads
 
 
 # ------------------------------------------------------------------------------ rows to experts

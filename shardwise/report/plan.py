@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``plan``: the memory and the collectives of each rank, to the byte, before a run.
 
-    model  -->  a copy, wrapped  -->  runtime, optimizer  -->  one step  -->  Plan
+    model  -->  a copy, wrapped  -->  engine, optimizer  -->  one step  -->  Plan
                 units.py              engine.py                forward.py
 
 A plan needs no process group and no memory. The library itself runs as one rank of a pretended
@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from shardwise.layout import ROW
 from shardwise.memory import separate_ledger
 from shardwise.models.tensor_parallel import planned_tiles
 from shardwise.moe import mixtures_of
@@ -52,12 +53,10 @@ from shardwise.report.planned import (
 )
 from shardwise.report.suggest import largest, suggest
 from shardwise.report.units import ToWrap, modules_to_wrap, price_of_whole, spread_over
-from shardwise.shard.checks import grain_problems
-from shardwise.shard.containers import map_tensors
-from shardwise.shard.data_parallel import GRAINS
-from shardwise.shard.formats import staged_because
+from shardwise.shard.call import tensors_in
+from shardwise.shard.checks import option_problems
 from shardwise.shard.group import Group
-from shardwise.shard.wrapping import GrainChoice
+from shardwise.shard.wrap import GrainChoice
 
 TOKENS = (1, 8)  # shape of the default batch; parameters and gradients do not depend on it
 
@@ -73,7 +72,6 @@ def plan(
     wrap: Sequence[nn.Module] | None = None,
     reshard_after_forward: bool | int | None = None,
     bucket_mb: float | None = None,
-    gather_in_step: bool = False,
     grain: GrainChoice | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     device: str = "cuda",
@@ -103,9 +101,6 @@ def plan(
         wrap: the modules given to ``fully_shard``; default: the modules of :func:`wrap_units`.
         bucket_mb: as given to ``data_parallel``, which is planned instead of ``fully_shard``: the
             whole model in buckets.
-        gather_in_step: as given to ``fully_shard`` (in ``data_parallel``:
-            ``overlap_gather="step"``), with ``sw.optimizer``: matrices are exchanged in waves, and
-            the step that updates weights gathers them, not a forward.
         device: "cuda" or "cpu". The cost of a matrix is a measured time on "cuda", and a number of
             operations on "cpu". A reduction is issued whole on a GPU and piece by piece on a CPU;
             this changes the peak of gradients that accumulate over an outer axis.
@@ -126,7 +121,7 @@ def plan(
     shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
     tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
     mesh = Mesh.of(shape)
-    problems = grain_problems(grain)
+    problems = option_problems("none", "caching", None, grain)
     if batch is not None or loss is not None:
         problems += _forward_problems(model)
     if rank is not None and not 0 <= rank < mesh.num_ranks:
@@ -140,7 +135,7 @@ def plan(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if tp > 1:
         model = planned_tiles(model, tp)
-    if bucket_mb is not None and (wrap is not None or grain not in GRAINS):
+    if bucket_mb is not None and (wrap is not None or grain not in (None, "tensor", ROW)):
         raise ValueError(
             "plan: bucket_mb plans data_parallel, which wraps the whole model and knows the grains "
             "'tensor' and ROW alone; wrap and other grains belong to fully_shard. Leave out "
@@ -151,7 +146,6 @@ def plan(
         placements=as_placements(placements),
         precision=precision or Precision(),
         microbatches=microbatches,
-        gather_in_step=gather_in_step,
         ep=spread_over(model),
         tp=tp,
         bucket_mb=bucket_mb,
@@ -181,7 +175,7 @@ def plan(
 
     def again(**changes: Any) -> Plan:
         if SHARD in changes.get("placements", options.placements).compute:
-            changes |= {"gather_in_step": False, "bucket_mb": None}
+            changes["bucket_mb"] = None
         return step.plan(replace(options, **changes), rank)
 
     return replace(made, suggestions=tuple(suggest(made, again)))
@@ -219,14 +213,8 @@ def dry_run(
 
 
 def _sum_of_outputs(model: nn.Module) -> Tensor:
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, model(torch.zeros(TOKENS, dtype=torch.int64)))
+    outputs = tensors_in(model(torch.zeros(TOKENS, dtype=torch.int64)))
+    found = [x for x in outputs if x.is_floating_point() and x.requires_grad]
     if not found:
         raise ValueError(
             f"no output of {type(model).__name__} requires a gradient, for token ids of shape "
@@ -357,7 +345,7 @@ def _spread(group: Group) -> int:
 
 
 def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
-    dtype = str(group.whole.dtype).removeprefix("torch.")
+    dtype = str(group.codec.dtype).removeprefix("torch.")
     return PlannedGroup(
         layout=group.layout,
         dtype=group.main.dtype,
@@ -365,7 +353,7 @@ def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
         planes=() if group.aliased else tuple(block.nbytes for block in group.blocks),
         matrices=tuple(id(parameter) in matrices for parameter in group.sharded),
         trainable=group.trainable,
-        staged=staged_because(group.layout, group.format, group.persistent),
+        staged=group.codec.staged_because(group.layout),
     )
 
 

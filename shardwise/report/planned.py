@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy
 import torch
@@ -20,12 +19,10 @@ from shardwise.mesh import DATA_AXES
 from shardwise.optim.functions import ANY as FUNCTIONS
 from shardwise.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.fp8_tensor import Reads
+from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import WORKSPACE
-from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems, step_problems
+from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems
 from shardwise.words import bound_problems
-
-Moment = Reads | Literal["step"]
 
 # Tensors of optimizer state per parameter, in main's dtype: (for a matrix, for any other). The
 # states of functions have other shapes, lie on the owners, and are counted there.
@@ -87,7 +84,6 @@ class Options:
     optimizer: str
     microbatches: int
     reshard_after_forward: bool | int | None
-    gather_in_step: bool
     device: str
     memory: int | None
     ep: int = 1  # ranks of the inner axis over which experts are spread
@@ -98,7 +94,6 @@ class Options:
 
     def __post_init__(self) -> None:
         problems = mesh_problems(self.mesh.names, self.mesh.sizes, self.placements)
-        problems += step_problems(self.gather_in_step, self.placements)
         if self.bucket_mb is not None:
             problems += bucket_problems(self.placements, self.bucket_mb)
             if self.reshard_after_forward is not None:
@@ -208,7 +203,7 @@ class Measured:
     loaded: dict[str, int]
     peak: dict[str, int]
     peak_total: int
-    phases: dict[Moment, Counter[Call]] = field(repr=False)  # collectives by phase of the step
+    phases: dict[Reads, Counter[Call]] = field(repr=False)  # collectives by phase of the step
     exchanged: Counter[Call] = field(repr=False)  # collectives of the matrix optimizer
     timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, added bytes)
     # With a batch: the largest sum of these bytes and of activations at one moment, and the
@@ -218,7 +213,7 @@ class Measured:
 
     @property
     def calls(self) -> Counter[Call]:
-        """The collectives of forward, of backward, and of a step that gathers."""
+        """The collectives of forward and of backward."""
         return sum(self.phases.values(), Counter())
 
 

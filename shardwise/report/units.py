@@ -25,22 +25,20 @@ from shardwise.memory import separate_ledger
 from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
-from shardwise.shard.arrivals import Key
-from shardwise.shard.checks import spread_linear
-from shardwise.shard.data_parallel import BucketedUnit, data_parallel
+from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.group import Group
 from shardwise.shard.module import ShardedModule, unit_of, units_of
+from shardwise.shard.parameter import carry_attributes
 from shardwise.shard.unit import Unit
-from shardwise.shard.whole_parameter import carry_attributes
-from shardwise.shard.wrapping import (
+from shardwise.shard.wrap import (
     UNEVEN,
     Found,
     GrainChoice,
     find_parameters,
-    parameters_and_units,
+    spread_linear,
     wrap_units,
 )
+from shardwise.tensor import ShardedTensor
 
 META = torch.device("meta")
 
@@ -92,7 +90,7 @@ def _replannable(units: Sequence[Unit]) -> bool:
     rest have their original dtypes."""
     single = len({id(unit) for unit in units}) == len(units)
     return single and not any(
-        isinstance(unit, BucketedUnit)
+        unit.verb == "data_parallel"
         or any(group.main.dtype != group.parameter_dtype for group in unit.groups)
         for unit in units
     )
@@ -133,14 +131,10 @@ class ToWrap:
                 fully_shard(
                     module,
                     reshard_after_forward=options.reshard_after_forward,
-                    gather_in_step=options.gather_in_step,
                     **common,
                 )
             else:
-                early: Any = "step" if options.gather_in_step else False
-                data_parallel(module, bucket_mb=options.bucket_mb, overlap_gather=early, **common)
-        for unit in units_of(copied):
-            unit.foresees = False
+                data_parallel(module, bucket_mb=options.bucket_mb, **common)
         if problems := options.precision.unmatched(names):
             raise ValueError(
                 f"plan: {'; '.join(problems)} (parameters have their names in the modules of wrap)"
@@ -202,26 +196,33 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter without values, of the shape that the layout sees."""
-    found = Found("", parameter, [])
-    empty = torch.empty(found.shape, dtype=parameter.dtype, device=META)
+    if isinstance(parameter, ShardedTensor):
+        tile = parameter.cut.tile
+        shape, uneven = parameter.cut.item_shape, tile is not None and len(tile.shapes) > 1
+    else:
+        found = Found("", parameter, [])
+        shape, uneven = found.shape, found.uneven
+    empty = torch.empty(shape, dtype=parameter.dtype, device=META)
     stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     carry_attributes(parameter, stand_in)
-    setattr(stand_in, UNEVEN, found.uneven)
+    setattr(stand_in, UNEVEN, uneven)
     return stand_in
 
 
 # ------------------------------------------------------------------------------ a walk over units
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Own:
     """A parameter of a unit, and the modules that register it."""
 
-    key: Key
-    group: Group
     leaf: Any  # the parameter as forward sees it
     modules: list[nn.Module]
-    is_written: bool  # whether a kernel of its modules writes the gradient itself
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a kernel of its modules writes the gradient itself."""
+        return any(getattr(type(module), "writes_main_grad", False) for module in self.modules)
 
 
 @dataclass(eq=False)
@@ -239,22 +240,30 @@ def branch_of(module: nn.Module) -> Branch:
     assert unit is not None
     branch = Branch(module, unit, [])
     places = {(id(holder), name): place for holder, name, *place in unit.places}
+    known: dict[int, Own] = {}  # by the leaf: a tied parameter has several places
+    seen = {module}
 
-    def is_inner(other: nn.Module) -> bool:
-        return other is not module and unit_of(other) is not None
+    def visit(inner: nn.Module) -> None:
+        for name in inner._parameters:
+            place = places.get((id(inner._parameters), name))
+            if place is None:
+                continue  # an ignored parameter
+            leaf = unit.groups[place[0]].unsharded[place[1]]
+            if id(leaf) in known:
+                known[id(leaf)].modules.append(inner)
+                continue
+            if not branch.parts or isinstance(branch.parts[-1], Branch):
+                branch.parts.append([])
+            own = known[id(leaf)] = Own(leaf, [inner])
+            branch.parts[-1].append(own)  # type: ignore[union-attr]
+        for child in inner.children():
+            if child in seen:
+                continue
+            seen.add(child)
+            if unit_of(child) is not None:
+                branch.parts.append(branch_of(child))
+            else:
+                visit(child)
 
-    for part in parameters_and_units([module], set(), is_inner):
-        if not isinstance(part, Found):
-            branch.parts.append(branch_of(part[1]))
-            continue
-        holder, name = part.places[0]
-        if (id(holder), name) not in places:
-            continue  # an ignored parameter
-        if not branch.parts or isinstance(branch.parts[-1], Branch):
-            branch.parts.append([])
-        number, index = places[id(holder), name]
-        group = unit.groups[number]
-        is_written = any(getattr(type(m), "writes_main_grad", False) for m in part.modules)
-        own = Own((number, index), group, group.unsharded[index], part.modules, is_written)
-        branch.parts[-1].append(own)  # type: ignore[union-attr]
+    visit(module)
     return branch

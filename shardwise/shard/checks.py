@@ -26,6 +26,7 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.precision.fp8_native import native_problem
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import Found, Wrapping, experts_text, spread_linear
 from shardwise.tensor import ShardedTensor
@@ -81,11 +82,8 @@ def wrapping_problems(job: Wrapping) -> list[str]:
     for mesh in job.ranks:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, job.placements)
         problems += filter(None, [order_problem(mesh)])
-    if job.precision.format is not None:
-        problems.append(
-            f"{UNSUPPORTED}Precision(weights={job.precision.weights!r}): the new engine has no "
-            f"codec for it yet; use a dtype"
-        )
+    if job.precision.products == "native" and (problem := native_problem(job.device)):
+        problems.append(f"Precision(products='native'): {problem}")
     return problems + _expert_problems(job.roots, pairs)
 
 

@@ -7,6 +7,9 @@ are gathered as one collective. A format in fp8 is one more codec:
     room      the buffers: a dtype, and the elements that a shard has there
     encode    a rank's part of main -> its part of each buffer
     view      gathered buffers -> one parameter, as modules see it
+
+If shards cut what is encoded together, numbers are gathered (``staged_because``), and every rank
+encodes all of them.
 """
 
 from __future__ import annotations
@@ -27,11 +30,18 @@ class Codec(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype of the values that modules see."""
 
+    @property
+    def format(self) -> str | None:
+        """The name of a format in fp8; None for numbers."""
+
     def room(self, layout: Layout) -> Sequence[tuple[torch.dtype, int]]:
         """For each buffer that is gathered: its dtype, and its elements for each shard."""
 
-    def encode(self, main: Tensor, outs: Sequence[Tensor]) -> None:
-        """Write a range of whole shards of main to the same shards of each buffer."""
+    def staged_because(self, layout: Layout) -> str:
+        """The reason why shards cannot be encoded one by one; "" if they can."""
+
+    def encode(self, main: Tensor, outs: Sequence[Tensor], layout: Layout, first: int) -> None:
+        """Write whole shards of main, from ``first`` on, to the same shards of each buffer."""
 
     def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:
         """One parameter, as a view of the gathered buffers."""
@@ -45,11 +55,15 @@ class Cast:
     """Numbers of one dtype."""
 
     dtype: torch.dtype
+    format = None
 
     def room(self, layout: Layout) -> Sequence[tuple[torch.dtype, int]]:
         return [(self.dtype, layout.shard_size)]
 
-    def encode(self, main: Tensor, outs: Sequence[Tensor]) -> None:
+    def staged_because(self, layout: Layout) -> str:
+        return ""
+
+    def encode(self, main: Tensor, outs: Sequence[Tensor], layout: Layout, first: int) -> None:
         outs[0].copy_(main, non_blocking=True)
 
     def view(self, buffers: Sequence[Tensor], layout: Layout, index: int) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``data_parallel``: packs a whole model into buckets and divides the optimizer's work among ranks.
 
-model --> parameters in backprop order --> matrices | the rest, by dtype, trainability and mesh
+model --> parameters in backprop order --> matrices | the rest, by dtype, format, trainability, mesh
       --> buckets, each one flat buffer --> one unit, whose weights stay
 
     step        the optimizer updates the whole matrices that this rank owns
@@ -34,6 +34,7 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
+from shardwise.precision.policy import stores_nothing
 
 # Arithmetic beside layout, which imports nothing of the old engine; it moves with the switch.
 from shardwise.shard.buckets import plan_elements, plan_matrices
@@ -43,6 +44,7 @@ from shardwise.shard.checks import (
     option_problems,
     wrapping_problems,
 )
+from shardwise.shard.formats import side_in
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrap import PlannedBuffer, Wrapping
@@ -114,6 +116,7 @@ def data_parallel(
     problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
     problems += precision.unmatched([f.name for f in job.found])
+    problems += stores_nothing(precision.format, job.stored)
     for f in job.found:
         problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
     job.refuse(
@@ -156,18 +159,19 @@ def _planned_buckets(
         parameter, home = found[position].parameter, job.homes[position]
         # A frozen matrix has no optimizer that could need it whole.
         whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
-        key = (home, parameter.dtype, parameter.requires_grad, whole, found[position].uneven)
+        format, uneven = job.stored[position].format, found[position].uneven
+        key = (home, parameter.dtype, parameter.requires_grad, whole, format, uneven)
         alike.setdefault(key, []).append(position)
     # All with the grain of a matrix. The planner may cut other parameters anywhere.
     all_items = []
-    for f in found:
+    for f, stored in zip(found, job.stored, strict=True):
         shape = routes[id(f.parameter)].shape_of(f.shape)
         matrix_grain = TENSOR if len(shape) < 3 else tensor_fraction(shape[0])
-        all_items.append(Item(f.name, f.shape, matrix_grain))
+        all_items.append(Item(f.name, f.shape, matrix_grain, side_in(stored.format)))
     planned = []
     filled: set[int] = set()  # other parameters that share a bucket with matrices
     for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
-        home, dtype, trained, whole, uneven = key
+        home, dtype, trained, whole, format, uneven = key
         positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         items = [all_items[position] for position in positions]
@@ -180,7 +184,7 @@ def _planned_buckets(
                 _matrix_cost(parameter.shape, routes[id(parameter)], settings, measured)
                 for parameter in parameters
             ]
-            others = alike.get((home, dtype, trained, False, uneven), [])
+            others = alike.get((home, dtype, trained, False, format, uneven), [])
             fill = [all_items[position] for position in others]
             buckets = plan_matrices(items, costs, num_shards, bucket_size, fill=fill, grain=grain)
             positions += others

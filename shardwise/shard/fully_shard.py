@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fully_shard``: makes a unit of a module. All checks run before anything changes.
 
-module tree --> parameters that no inner unit owns --> groups of equal dtype and trainability
+module tree --> parameters that no inner unit owns --> groups of equal dtype, format, trainability
             --> one flat buffer for each group     --> the module's class and hooks
 """
 
@@ -21,6 +21,7 @@ from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_
 from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.precision.fp8 import Format
 from shardwise.shard.checks import (
     check_types,
     forward_problems,
@@ -28,6 +29,7 @@ from shardwise.shard.checks import (
     placement_problems,
     wrapping_problems,
 )
+from shardwise.shard.formats import item_of
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import GrainChoice, PlannedBuffer, Wrapping, grain_of
 
@@ -146,19 +148,17 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuffer]:
-    """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype and
-    trainability, and tensor parallelism cut all of them evenly or all unevenly. If their rows fit
-    badly together, they get several buffers."""
+    """The buffers of a unit. Parameters share a buffer if they have the same mesh, dtype,
+    format and trainability, and tensor parallelism cut all of them evenly or all unevenly. If their
+    rows fit badly together, they get several buffers."""
     found = job.found
-    alike: dict[tuple[DeviceMesh, torch.dtype, bool, bool], list[int]] = {}
-    for position, (f, home) in enumerate(zip(found, job.homes, strict=True)):
-        key = (home, f.parameter.dtype, f.parameter.requires_grad, f.uneven)
+    alike: dict[tuple[DeviceMesh, torch.dtype, bool, Format | None, bool], list[int]] = {}
+    for position, (f, home, stored) in enumerate(zip(found, job.homes, job.stored, strict=True)):
+        key = (home, f.parameter.dtype, f.parameter.requires_grad, stored.format, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
     for (home, *_), positions in alike.items():
-        items = tuple(
-            Item(found[at].name, found[at].shape, grain_of(found[at], grain)) for at in positions
-        )
+        items = tuple(item_of(job.stored[at], grain_of(found[at], grain)) for at in positions)
         for members, layout in _laid_out(items, job.num_shards(home), grain is None):
             groups.append(PlannedBuffer(tuple(positions[at] for at in members), layout, home))
     padding = sum(group.layout.padding for group in groups)

@@ -5,7 +5,8 @@
                                          over it
     staged    bf16, placements.compute   kept only where making it again from main would take a
                                          collective over one axis more each time (hfsdp)
-    whole     bf16, all replicated       what forward and backward read, from gather to release
+    whole     bf16, all replicated       what forward and backward read, from gather to release; or
+                                         fp8 codes, which the group's codec makes and reads
 
     zero(3)   main |##|  --encode + all-gather, each forward and backward-->  whole |########|
     zero(1)   main |##|  --encode + all-gather, once per optimizer step---->  whole |########| kept
@@ -37,7 +38,7 @@ from shardwise.shard.codec import Cast, Codec
 from shardwise.shard.compat import plain_attributes
 from shardwise.shard.flow import Flow
 from shardwise.shard.gradient import Gradients
-from shardwise.shard.parameter import Leaf, TileLeaf, carry_attributes, leaf_over
+from shardwise.shard.parameter import AnyLeaf, carry_attributes, leaf_over
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import Tile
 
@@ -53,13 +54,14 @@ class Planes:
         ranks: Ranks,
         placements: Sequence[Placement],
         device: torch.device,
+        kind: str = "compute",
     ) -> None:
         self.placements, self.layout, self.ranks = tuple(placements), layout, ranks
-        self.dtype = codec.dtype
+        self.codec, self.dtype = codec, codec.dtype
         self.first, count = ranks.held(self.placements, layout.num_shards)
         self.sizes = [size for _, size in codec.room(layout)]  # of a shard, in each buffer
         self.blocks = [
-            Block(count * size, dtype, device, "compute", lane="gather")
+            Block(count * size, dtype, device, kind, lane="gather")
             for dtype, size in codec.room(layout)
         ]
         # How often main had been written when these were made; None: never, or released since.
@@ -98,7 +100,6 @@ class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
     label = ""  # the name of the unit, for messages
-    format = None  # of reports: weights in fp8 have one
 
     def __init__(
         self,
@@ -167,6 +168,7 @@ class Group:
         self.aliased = held_whole and codec.is_plain(main.dtype) and main.flat.device == device
         self.whole: Planes | None = None
         self._staged: Planes | None = None
+        self._numbers: Planes | None = None  # gathered, if every rank encodes all of them
         self._kept: list[Block] = []  # 1/k of the weights, between forward and backward
         self._kept_from: int | None = None
         self._kept_axis: comm.Axis | None = None
@@ -176,12 +178,18 @@ class Group:
         self.awaited: int | None = None  # writes to main that the gather lane has waited for
         if not self.aliased:
             self.whole = Planes(codec, self.layout, self.ranks, everywhere, device)
-            self.whole.blocks[0].moved = weakly(self._point)
+            for block in self.whole.blocks:
+                block.moved = weakly(self._point)
+            sent = codec
+            if codec.staged_because(self.layout):
+                args = self.layout, self.ranks, everywhere, device, "staging"
+                self._numbers = Planes(sent := Cast(dtype), *args)
+                self._numbers.release()
             if not self.persistent and self.placements.compute != self.placements.main:
                 compute = self.placements.compute
-                self._staged = Planes(codec, self.layout, self.ranks, compute, device)
+                self._staged = Planes(sent, self.layout, self.ranks, compute, device)
         trained = self._followed = [parameter.requires_grad for parameter in self.sharded]
-        self.unsharded: list[Leaf | TileLeaf] = [
+        self.unsharded: list[AnyLeaf] = [
             leaf_over(view, tile, requires_grad)
             for view, tile, requires_grad in zip(self._views(), self.tiles, trained, strict=True)
         ]
@@ -207,7 +215,13 @@ class Group:
     @property
     def blocks(self) -> list[Block]:
         """The memory of compute weights beside main."""
-        return [block for p in (self.whole, self._staged) if p is not None for block in p.blocks]
+        planes = self.whole, self._staged, self._numbers
+        return [block for p in planes if p is not None for block in p.blocks]
+
+    @property
+    def format(self) -> str | None:
+        """The format of weights in fp8."""
+        return self.codec.format
 
     @property
     def comes_and_goes(self) -> bool:
@@ -390,13 +404,23 @@ class Group:
 
     def _bring(self, whole: Planes, writes: int) -> comm.Pending:
         """Issue the collectives that make whole weights from main."""
+        numbers = self._numbers
+        if numbers is None:
+            return self._gathered(whole, writes)
+        numbers.acquire()
+        self._gathered(numbers, writes).wait()
+        self.codec.encode(numbers.tensors[0], whole.tensors, self.layout, 0)
+        numbers.release()
+        return comm.Pending()
+
+    def _gathered(self, out: Planes, writes: int) -> comm.Pending:
         staged = self._staged
         if staged is None:
-            return self._run(whole, self.placements.main)
+            return self._run(out, self.placements.main)
         if staged.made_from != writes:
             self._run(staged, self.placements.main).wait()
             staged.made_from = writes
-        return self._run(whole, staged.placements, staged.tensors)
+        return self._run(out, staged.placements, staged.tensors)
 
     def _run(
         self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None = None
@@ -408,7 +432,7 @@ class Group:
             plan = self._plans[id(out)] = self._planned(out, here, sent)
         place, stages = plan
         if place is not None:
-            self.codec.encode(self.main.flat, place)
+            out.codec.encode(self.main.flat, place, self.layout, self.main.first_shard)
         pending = comm.Pending()
         for pairs, axis in stages:
             pending.wait()
@@ -418,7 +442,7 @@ class Group:
     def _planned(self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None) -> _Plan:
         placements, stages, main = list(here), [], self.main.flat
         part, changes = out.part(placements), steps(tuple(here), out.placements)
-        if sent is None and self.codec.is_plain(main.dtype) and main.device == part[0].device:
+        if sent is None and out.codec.is_plain(main.dtype) and main.device == part[0].device:
             sent = [main]  # as it lies
         place = part if sent is None else None
         for axis, _, there in changes:

@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
+from shardwise.precision.policy import stores_nothing
 from shardwise.shard.compat import at_end_of_backward, backward_id
 from shardwise.shard.debugging import watch_if_asked
 from shardwise.shard.flow import Flow
-from shardwise.shard.parameter import Leaf
+from shardwise.shard.parameter import AnyLeaf
 from shardwise.words import quoted
 
 Unit: TypeAlias = Any  # that of ``unit.py``, which stands on this file
@@ -257,6 +258,10 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
                 f"parameters {missing} are on the meta device and have no values yet: call "
                 f"model.to_empty(device=...) and initialise or load them before the first forward"
             )
+    in_fp8 = [unit for unit in units if unit.precision.format is not None]
+    stored = [how for unit in in_fp8 for how in unit.stored.values()]
+    for problem in stores_nothing(in_fp8[0].precision.format, stored) if in_fp8 else ():
+        raise ValueError(problem)
     planned = any(group.device.type == "meta" for unit in units for group in unit.groups)
     empty = [] if planned else [name for name, buffer in root.named_buffers() if buffer.is_meta]
     if empty:
@@ -268,7 +273,7 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
     plain = [
         name
         for name, p in root.named_parameters()
-        if not isinstance(p, DTensor | Leaf) and p.requires_grad and not hasattr(p, LEFT_ALONE)
+        if not isinstance(p, DTensor | AnyLeaf) and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
     groups = [group for unit in units for group in unit.groups]
     if plain and any(group.ranks.mesh.size() > 1 for group in groups):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.hooks import OWNER
+from shardwise.precision.fp8_weight import Coded
 from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
 
@@ -148,11 +149,31 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
         return self._tile.local_gradient(grad)
 
 
-def leaf_over(memory: Tensor, tile: Tile | None, requires_grad: bool) -> Leaf | TileLeaf:
+class CodedLeaf(_Leaf, Coded):
+    """A weight in fp8, whose codes and scales are the gathered memory."""
+
+    @property
+    def called(self) -> str:  # type: ignore[override]
+        return f"'{self._of_group.name(self._index)}'"
+
+    def show(self, memory: Tensor) -> None:
+        assert isinstance(memory, Coded)
+        for name in memory.__tensor_flatten__()[0]:
+            setattr(self, name, getattr(memory, name))
+
+
+AnyLeaf = Leaf | TileLeaf | CodedLeaf
+
+
+def leaf_over(memory: Tensor, tile: Tile | None, requires_grad: bool) -> AnyLeaf:
     """A leaf over a view of gathered memory. ``.data`` has a version counter of its own, which a
     gather does not move: the bytes come back, and the values are the same."""
     if tile is not None:
         return TileLeaf.of(tile, memory.data, requires_grad)
+    if isinstance(memory, Coded):
+        made: Any = CodedLeaf.like(memory, requires_grad)
+        made._is_param = True
+        return made  # type: ignore[no-any-return]
     return Leaf(memory.data, requires_grad=requires_grad)
 
 

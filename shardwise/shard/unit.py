@@ -73,6 +73,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None  # None: by the order of before
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.stored: dict[tuple[int, int], Stored] = {}  # for reports
+        self.verb = ""  # the call that made this unit
         self.model: Model | None = None
         self.moved: set[int] = set()  # the modules of a list that ``.to()`` and the like have moved
         self._comm_ctx = SharedLanes()  # torch's name: its ``share_comm_ctx`` sets it

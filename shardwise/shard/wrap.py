@@ -25,8 +25,8 @@ from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import Placements
 from shardwise.precision import Precision
-from shardwise.precision.policy import Stored
 from shardwise.shard.compat import register_with_torch
+from shardwise.shard.formats import codec_of, stored_as, warn_of_decoding
 from shardwise.shard.group import Group
 from shardwise.shard.model import LEFT_ALONE
 from shardwise.shard.module import ShardedModule, unit_of
@@ -38,6 +38,9 @@ from shardwise.tile import tile_of
 from shardwise.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
+
+# An attribute of parameters in a plan: whether ranks of tensor parallelism hold different shapes.
+UNEVEN = "_shardwise_uneven"
 
 # "tensor" promises that no matrix is cut; fully_shard refuses it if padding would be too much.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
@@ -73,7 +76,7 @@ class Found:
         """Whether ranks of tensor parallelism hold tiles of different shapes."""
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
-            return False
+            return getattr(parameter, UNEVEN, False)
         parts: dict[int, int] = {}  # by dimension: the number of parts that it is cut into
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             if isinstance(placement, Shard):
@@ -130,6 +133,23 @@ def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
     return choice(found.name, found.parameter)
 
 
+def wrap_units(model: nn.Module) -> list[nn.Module]:
+    """The modules to wrap, inner before outer: the blocks of the outermost lists, then the model.
+
+    A block is an entry of a ``ModuleList`` that has parameters. Lists inside a block, such as a
+    list of experts, belong to the block.
+    """
+    blocks: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleList):
+            blocks += [block for block in module if any(True for _ in block.parameters())]
+        else:
+            waiting += list(module.children())[::-1]
+    return [*outermost(blocks), model]
+
+
 def spread_linear(found: Found) -> GroupedLinear | None:
     """The linear that a parameter of spread experts belongs to; None for other parameters."""
     for module in found.modules:
@@ -181,6 +201,7 @@ class Wrapping:
         self.ignored = ignored or set()
         self.found = find_parameters(self.roots, self.ignored)
         self.homes = [mesh] * len(self.found)  # the mesh of each parameter
+        self.stored = [stored_as(f, precision) for f in self.found]
 
     def spread(self, meshes: Any) -> list[str]:
         """Give the parameters that match patterns of ``meshes`` other meshes; return problems."""
@@ -252,6 +273,7 @@ class Wrapping:
                 self.precision,
                 self.device,
                 tiles=[tiles[position] for position in buffer.members],
+                codec=codec_of(self.stored[buffer.members[0]], self.precision),
                 divisor=divisors.get(buffer.home),
                 offload=offload,
                 pin=pin,
@@ -267,10 +289,10 @@ class Wrapping:
         ]
         name = type(self.roots[0]).__name__
         unit = Unit(name, self.roots, groups, places, precision=self.precision, **options)
-        for position, f in enumerate(self.found):
-            dtype = self.precision.compute_dtype(f.parameter.dtype)
-            stored = Stored(name=f.name, shape=f.shape, format=None, dtype=dtype, why="")
-            unit.stored[where[position]] = stored
+        unit.verb = self.verb
+        unit.stored = {where[position]: stored for position, stored in enumerate(self.stored)}
+        if any(stored.format for stored in self.stored):
+            warn_of_decoding(self.precision, self.device, self.mesh)
         _install(self.roots, unit, self.device)
         for f in self.found:
             setattr(f.parameter, OWNER, f.name)

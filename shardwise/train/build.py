@@ -33,7 +33,7 @@ from shardwise.precision import Precision
 from shardwise.precision.policy import sides_in
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.wrapping import wrap_units
+from shardwise.shard.wrap import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.placements import STRATEGIES
 from shardwise.report.plan import Plan, plan
-from shardwise.shard.wrapping import wrap_units
+from shardwise.shard.wrap import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
 from tests.one_card import ranks_device

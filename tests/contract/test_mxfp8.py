@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Precision(weights="mxfp8_rowcol")`` as users meet it: what is stored, refused, read."""
+"""``Precision(weights="mxfp8")`` as users meet it: what is stored, refused, read."""
 
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,21 +15,24 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import notices
-from shardwise.layout import ELEMENT, Item, Layout, plan, rows
+from shardwise.layout import ELEMENT, Grain, Item, Layout, plan, rows
 from shardwise.moe import GroupedMLP, swiglu
-from shardwise.precision import fp8_products
-from shardwise.precision.fp8 import ROW, FP8Error
-from shardwise.precision.fp8_tensor import FP8Tensor
-from shardwise.shard import building, formats, members
+from shardwise.precision.fp8 import FP8Error
+from shardwise.precision.fp8_codec import FP8
+from shardwise.precision.fp8_weight import Coded
+from shardwise.precision.policy import Stored
+from shardwise.shard import checks, formats
 from shardwise.shard.buckets import plan_elements, plan_matrices
-from shardwise.shard.formats import encodes_locally, in_blocks, sends_codes
-from shardwise.shard.fp8_parameter import FP8Parameter
+from shardwise.shard.formats import item_of
 from shardwise.shard.module import units_of
 from tests.contract.helpers import raised
 from tests.models import mesh_of
 from tests.parity.mxfp8_helpers import (
+    PRODUCTS,
     STORED,
+    Kind,
     assert_same_bits,
+    coded,
     expected_planes,
     loss_of,
     make,
@@ -43,33 +45,33 @@ from tests.parity.mxfp8_helpers import (
 )
 from tests.ranks import on_ranks, run_ranks
 
-MXFP8 = sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
+MXFP8 = sw.Precision(weights="mxfp8", reduce="fp32")
 
 # --------------------------------------------------------------------------------------- the value
 
 
 def test_precision_knows_its_format() -> None:
-    assert MXFP8.format == "mxfp8_rowcol" and MXFP8.weights == "mxfp8_rowcol"
+    assert MXFP8.format == "mxfp8" and MXFP8.weights == "mxfp8"
     assert MXFP8.compute_dtype(torch.float32) == MXFP8.input_dtype == torch.bfloat16
-    assert sw.Precision(weights="mxfp8_rowcol").wire_dtype(torch.float32) == torch.bfloat16
+    assert sw.Precision(weights="mxfp8").wire_dtype(torch.float32) == torch.bfloat16
     assert MXFP8.wire_dtype(torch.float32) == MXFP8.main_dtype(torch.float32) == torch.float32
     assert sw.Precision(weights="bf16").format is None
     again = replace(MXFP8, exclude=["head.*"])
-    assert again.format == "mxfp8_rowcol" and again.exclude == ("head.*",), "no silent bf16"
+    assert again.format == "mxfp8" and again.exclude == ("head.*",), "no silent bf16"
 
 
 def test_precision_refuses() -> None:
-    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8_rowcol', 'mxfp8_2d', 'fp8_block'"):
+    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8', 'fp8_block'"):
         sw.Precision(weights="mxfp4")
-    with pytest.raises(ValueError, match="reduce='mxfp8_rowcol'"):
-        sw.Precision(reduce="mxfp8_rowcol")
+    with pytest.raises(ValueError, match="reduce='mxfp8'"):
+        sw.Precision(reduce="mxfp8")
     with pytest.raises(ValueError, match="they say which weights are stored in fp8"):
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(FP8Error, match="give a sequence of patterns"):
-        sw.Precision(weights="mxfp8_rowcol", include="*.mlp.*")
+        sw.Precision(weights="mxfp8", include="*.mlp.*")
     with pytest.raises(FP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
-        sw.Precision(weights="mxfp8_rowcol", include=())
-    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8_rowcol'"):
+        sw.Precision(weights="mxfp8", include=())
+    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8'"):
         sw.Precision(weights="bf16", products="native")
 
 
@@ -80,41 +82,59 @@ def matrices(grain: Any, *shapes: tuple[int, int], side: int = 32) -> list[Item]
     return [Item(f"w{number}", shape, grain, side) for number, shape in enumerate(shapes)]
 
 
+def staged(layout: Layout, kind: Kind = "mxfp8") -> str:
+    return FP8("mxfp8" if kind == "native" else kind, PRODUCTS[kind]).staged_because(layout)
+
+
+def grain_of(grain: Grain) -> Grain:
+    stored = Stored(name="w", shape=(64, 32), format="mxfp8", dtype=torch.bfloat16, why="")
+    return item_of(stored, grain).grain
+
+
 def test_blocks_are_never_cut_where_rows_may_be() -> None:
     shapes = ((64, 32), (96, 64), (32, 96), (256, 32), (32, 32))
     for num_shards in (1, 2, 3, 4, 7, 16):
-        layout = plan(matrices(in_blocks(sw.ROW), *shapes), num_shards)
-        assert encodes_locally(layout), num_shards
+        layout = plan(matrices(grain_of(sw.ROW), *shapes), num_shards)
+        assert not staged(layout), num_shards
         assert layout.payload == sum(a * b for a, b in shapes)
-    assert in_blocks(rows(48)) == rows(96) and in_blocks(sw.TENSOR) == sw.TENSOR
+    assert grain_of(rows(48)) == rows(96) and grain_of(sw.TENSOR) == sw.TENSOR
     # A block of the 0.96B GPT: rows of 5632 cross one boundary, those of 2048 as many as they like.
     block = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]
     layout = plan(matrices(rows(128), *block, side=128), 8)
-    assert encodes_locally(layout, "fp8_block") and layout.padding * 48 < layout.payload
+    assert not staged(layout, "fp8_block") and layout.padding * 48 < layout.payload
     # All blocks of that GPT in buckets of whole matrices, and a head.
     every = matrices(sw.TENSOR, *block * 18, side=128)
     costs = [item.numel for item in every]
     for bucket in plan_matrices(every, costs, 16, 6 << 20):
-        assert encodes_locally(bucket.layout, "fp8_block"), bucket.layout.shard_size
+        assert not staged(bucket.layout, "fp8_block"), bucket.layout.shard_size
     for num_shards in (2, 8):
         (bucket,) = plan_elements(matrices(sw.TENSOR, (50304, 768), side=128), num_shards, 1)
-        assert encodes_locally(bucket.layout, "fp8_block")
+        assert not staged(bucket.layout, "fp8_block")
 
 
 def test_transport_is_chosen_by_layout_and_bytes() -> None:
     whole = plan(matrices(rows(32), (64, 64), (64, 64)), 4)
-    assert sends_codes(whole, "mxfp8_rowcol", persistent=False), "one plane: 1.03 bytes against 2"
-    assert not sends_codes(whole, "mxfp8_rowcol", persistent=True), "two planes: 2.06"
-    assert sends_codes(whole, "mxfp8_2d", persistent=True), "one plane of squares: 1.001"
+    assert not staged(whole), "one plane: 1.03 bytes against 2"
+    assert staged(whole, "native") == "two planes have more bytes"
     cut = plan(matrices(ELEMENT, (64, 64), (64, 64)), 3)
-    assert not sends_codes(cut, "mxfp8_rowcol", persistent=False)
+    assert staged(cut) == "a rank's shard cuts a block"
     shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
-    assert not encodes_locally(shifted), "its scales would have no address"
+    assert staged(shifted), "its scales would have no address"
     stack = [Item("experts", (2, 256, 128), rows(1), 128)]
-    assert encodes_locally(plan(stack, 2), "fp8_block")
+    assert not staged(plan(stack, 2), "fp8_block")
     cut = Layout((replace(stack[0], grain=ELEMENT),), 4, 128 * 128, (0,))
-    assert encodes_locally(cut, "mxfp8_2d")
-    assert not encodes_locally(cut, "fp8_block"), "a cut expert: nobody here knows its one scale"
+    assert not staged(cut), "whole blocks of rows"
+    assert "an expert, which has one scale" in staged(cut, "fp8_block")
+
+
+def test_room_is_what_a_format_sends_and_keeps() -> None:
+    layout = plan(matrices(rows(32), (64, 64), (64, 64)), 4)
+    assert FP8("mxfp8", "emulated").room(layout) == [(torch.uint8, 2048), (torch.uint8, 64)]
+    native = FP8("mxfp8", "native").room(layout)
+    assert [dtype for dtype, _ in native] == [torch.uint8] * 4
+    assert sum(size for _, size in native) == 2 * (2048 + 64)
+    blocks = plan(matrices(rows(128), (256, 256), side=128), 2)
+    assert FP8("fp8_block", "fp8").room(blocks) == [(torch.uint8, 1 << 15), (torch.float32, 2)]
 
 
 # ---------------------------------------------------------------------------------- what is stored
@@ -125,23 +145,22 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     model = wrap(make(True), "zero3", world_size, precision=MXFP8)
     report = sw.precision_report(model)
     assert set(report.stored) == STORED
-    named = "read by an embedding; include=('*', 'embedding.weight') stores it too"
-    assert report.kept["embedding.weight"] == named
+    assert report.kept["embedding.weight"] == "read by Embedding, not only by linears"
     assert "17 rows are no multiple of 32" in report.kept["head.weight"]
     assert report.kept["layers.0.up.bias"] == "a bias"
     assert set(report.kept) | STORED == {name for name, _ in model.named_parameters()}
     for unit in units_of(model):
-        assert {group.format for group in unit.groups} == {"mxfp8_rowcol", None}
+        assert {group.format for group in unit.groups} == {"mxfp8", None}
         for number, group in enumerate(unit.groups):
             rows_ = [unit.stored[number, index] for index in range(len(group.items))]
             assert {row.format for row in rows_} == {group.format}, "groups are split by format"
-    few = sw.Precision(weights="mxfp8_rowcol", include=("up.*", "first.*"), exclude=("*first*",))
+    few = sw.Precision(weights="mxfp8", include=("up.*", "first.*"), exclude=("*first*",))
     chosen = sw.precision_report(wrap(make(True), "zero3", world_size, precision=few))
     assert set(chosen.stored) == {"layers.0.up.weight", "layers.1.up.weight"}
     assert chosen.kept["first.weight"] == "excluded by '*first*'"
-    assert "mxfp8_rowcol" in sw.describe(model)
+    assert "mxfp8" in sw.describe(model)
     lines = {line.split()[0]: line.split() for line in str(report).splitlines()}
-    assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8_rowcol"
+    assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8"
     text = str(report)
     assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
     assert "gathered as bf16" not in text
@@ -156,24 +175,6 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert note.endswith("shard cuts an expert, which has one scale: fc1.weight, fc2.weight")
 
 
-@on_ranks(2)
-def test_a_head_in_fp8_whose_name_says_nothing_is_told(rank: int, world_size: int) -> None:
-    blocks = sw.Precision(weights="fp8_block")
-    for one, told in (
-        (blocks, True),
-        (replace(blocks, include=("weight",)), False),
-        (replace(blocks, exclude=("*",)), False),
-    ):
-        parts = {"body": nn.Linear(128, 128, bias=False), "lm_head": nn.Linear(128, 128)}
-        model = nn.Sequential(OrderedDict(parts))
-        sw.fully_shard([model.lm_head], mesh=mesh_of(world_size), precision=one)
-        sw.fully_shard(model, mesh=mesh_of(world_size), precision=blocks)
-        with mock.patch.object(members, "warn_once") as warn:
-            model(torch.ones(2, 128))
-        assert [call.args[2] for call in warn.call_args_list] == ["'lm_head.weight'"] * told
-        assert ("lm_head.weight" in sw.precision_report(model).stored) == (one.exclude == ())
-
-
 def test_nothing_is_decided_before_something_is_wrapped() -> None:
     with pytest.raises(ValueError, match="no module of this Linear is wrapped yet"):
         sw.precision_report(nn.Linear(32, 32))
@@ -182,15 +183,11 @@ def test_nothing_is_decided_before_something_is_wrapped() -> None:
 def check_refusals(rank: int, world_size: int) -> list[str]:
     mesh = mesh_of(world_size)
     typo = replace(MXFP8, exclude=("haed.*",))
-    model = wrap(make(True), "zero3", world_size, precision=MXFP8)
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    codes = FP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
     native = replace(MXFP8, products="native")
-    with mock.patch.object(building, "native_problem", return_value=None):
+    with mock.patch.object(checks, "native_problem", return_value=None):
         lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
-    (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
-    with mock.patch.object(fp8_products, "native_problem", return_value=None):
-        assert isinstance(group.matmul, fp8_products.Native), "where there is hardware for it"
+    report = sw.precision_report(lonely)
+    assert report.rows[0].products == "mxfp8", "where there is hardware for it"
     blocks = sw.Precision(weights="fp8_block")
     notices._warned.clear()
     with mock.patch.object(formats.logger, "warning") as told:
@@ -204,15 +201,13 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     return [
         raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
-        raised(lambda: model.load_state_dict(whole | {"layers.0.up.weight": codes}), ValueError),
     ]
 
 
 def test_what_cannot_hold_is_refused_by_name() -> None:
-    for native, typo, codes in run_ranks(check_refusals, 2):
+    for native, typo in run_ranks(check_refusals, 2):
         assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
-        assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.FP8Tensor" in codes
 
 
 @on_ranks(2)
@@ -240,13 +235,13 @@ def test_a_model_that_stores_nothing_in_mxfp8_is_refused(rank: int, world_size: 
         assert "nothing would be stored in mxfp8" in message.lower(), message
         assert "30 rows are no multiple of 32" in message and "'bf16'" in message
     for message in messages[3:]:
-        assert "'*.mpl.*' matches none of the" in message
+        assert "'*.mpl.*'" in message
 
 
 # ---------------------------------------------------------------------- parts kept for backward
 
 
-@pytest.mark.parametrize("format", ["mxfp8_rowcol", "mxfp8_2d"])
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
 @on_ranks(4)
 def test_a_part_of_what_backward_reads_can_be_kept(rank: int, world_size: int, format: Any) -> None:
     """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
@@ -271,7 +266,7 @@ def test_a_part_of_what_backward_reads_can_be_kept(rank: int, world_size: int, f
     coded = [g for unit in units_of(model) for g in unit.groups if g.format]
     assert len(planes) == sum(len(unit.groups) for unit in units_of(model))
     assert not [call for call in calls if call.operation == "all_gather" and call.size == 4]
-    assert kept >= sum(g.blocks[-1].nbytes // 2 for g in coded) > 0
+    assert kept >= sum(block.nbytes // 2 for g in coded for block in g.whole.blocks) > 0
     assert sw.ledger.snapshot().get("compute") == before.get("compute"), "given back"
     loss_of(model, tokens(9, 0, rank))  # no backward comes for what this keeps
     with torch.no_grad():
@@ -292,8 +287,8 @@ class Reader(nn.Module):
         self.seen: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.one.weight, FP8Parameter)
-        self.seen = self.one.weight.quantised, repr(self.one.weight)
+        assert isinstance(self.one.weight, Coded) and isinstance(self.one.weight, nn.Parameter)
+        self.seen = self.one.weight
         return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
 
 
@@ -305,19 +300,19 @@ def test_whoever_reads_the_weight_reads_its_codes(rank: int, world_size: int) ->
     sw.fully_shard(model, mesh=mesh_of(world_size), precision=MXFP8)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     y = model(x)
-    one = FP8Tensor.encode(first).dequantise().requires_grad_()
-    expected = F.linear(x @ one.T, FP8Tensor.encode(second).dequantise()) + one.sum()
+    one = coded(first).decode().requires_grad_()
+    expected = F.linear(x @ one.T, coded(second).decode()) + one.sum()
     assert torch.equal(y, expected.to(y.dtype))
     y.float().square().mean().backward()
     assert model.one.weight.grad.full_tensor().abs().sum() > 0
     assert model.two.weight.grad.full_tensor().abs().sum() > 0
-    coded, text = model.seen
-    assert text == "FP8Parameter(64x64, mxfp8_rowcol)" and isinstance(coded, FP8Tensor)
+    weight = model.seen
     model.unshard()
-    assert coded.dequantise().equal(FP8Tensor.encode(first).dequantise())
+    assert weight.decode().equal(coded(first).decode())
     model.reshard()
-    error = raised(lambda: coded.dequantise(), RuntimeError)
-    assert "the row plane of 'one.weight' is not here" in str(error)
+    assert "64x64" in repr(weight)
+    error = raised(weight.decode, RuntimeError)
+    assert "are not gathered" in error and "unshard()" in error
 
 
 # --------------------------------------------------------------------------------- meta, and memory
@@ -337,7 +332,7 @@ def test_meta_init(rank: int, world_size: int, strategy: str) -> None:
         for each in (model, expected_model)
     ]
     assert_same_bits(runs[0], runs[1], "made on the meta device")
-    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8_rowcol"), "planes")
+    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "planes")
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -390,4 +385,4 @@ def test_inputs_of_other_classes_read_no_empty_weights(
         expected = model[1](plain)
         assert expected.any() and torch.equal(model[1](rows), expected)
         odd = plain.bfloat16().as_subclass(_Carefree)
-        assert model[1](odd).isnan().all(), "read past FP8Parameter: not silently"
+        assert (model[1](odd) - expected).norm() < 0.1 * expected.norm(), "decoded values"

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, get_args
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -13,68 +14,74 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.precision.fp8 import Plane, encode
-from shardwise.precision.fp8_functions import Recipe, fp8_linear
-from shardwise.precision.fp8_tensor import READS, Format, FP8Tensor, Matrices, Reads
-from shardwise.shard.fp8_group import GROUPS, FP8Weight
-from shardwise.shard.fp8_parameter import FP8Parameter
-from shardwise.shard.group import Group
+from shardwise.precision import fp8_native
+from shardwise.precision.fp8 import BLOCKS, COLUMN, ROW, decode, encode, plane_over
+from shardwise.precision.fp8_weight import Coded, Products
+from shardwise.shard import checks
+from shardwise.shard import wrap as wrapping
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for
 from tests.whole import whole_tensors
 
 WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 3
-WIDTHS: dict[Format, int] = {"fp8_block": 128}  # where blocks are wider than those of MXFP8
+Kind = Literal["mxfp8", "native", "fp8_block"]  # native: mxfp8 with products="native"
+WIDTHS: dict[Kind, int] = {"fp8_block": 128}  # where blocks are wider than those of MXFP8
+PRODUCTS: dict[Kind, Products] = {"mxfp8": "emulated", "native": "native", "fp8_block": "fp8"}
 
 
-def recipe_of(format: Format) -> Recipe:
-    return precision_of(True, format).recipe
+def coded(value: Tensor, kind: Kind = "mxfp8") -> Coded:
+    """A matrix of values as modules see a weight in fp8."""
+    blocks = (ROW, COLUMN) if kind == "native" else (BLOCKS[kind],)
+    planes = [(plane.codes, plane.scales) for plane in encode(value.detach(), blocks)]
+    backward = planes[1] if planes[1:] else None
+    return Coded.of(value.shape, planes[0], backward, PRODUCTS[kind])
+
+
+class Encoded(torch.autograd.Function):
+    """The gradient of the decoded values is the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kind: Kind) -> Coded:
+        return coded(weight, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class QuantisedAtUse(nn.Linear):
     """fp8 off: the weight is whole and bf16, and is encoded where it is multiplied by."""
 
-    format: Format = "mxfp8_rowcol"
+    kind: Kind = "mxfp8"
 
     def forward(self, input: Tensor) -> Tensor:
-        planes = FP8Tensor.encode(self.weight.detach(), self.format)
-        parameter = self.weight if self.weight.requires_grad else None
-        recipe = recipe_of(self.format)
-        return fp8_linear(input, planes, self.bias, parameter=parameter, recipe=recipe)
-
-
-class AtUse(Group):
-    """fp8 off in the groups of fp8 on: bf16 is gathered and stays bf16 until it is multiplied by.
-
-    The weights' way is that of every bf16 group; the gradients' way must be that of MXFP8 groups,
-    collective by collective.
-    """
-
-    format: Format = "mxfp8_rowcol"
-    matmul = None
-
-    def _whole_parameter(self, index: int, requires_grad: bool) -> FP8Parameter:
-        weight = FP8Weight(weakref.ref(self), index)
-        return FP8Parameter.of(weight, requires_grad, self.precision.recipe, self.device)
-
-    def plane(self, index: int, phase: Reads) -> Plane:
-        block, rounding = READS[self.format][phase], self.precision.rounding
-        return encode(self.whole.view(index), (block,), rounding=rounding)[0]
-
-
-class SquareAtUse(AtUse):
-    format: Format = "mxfp8_2d"
-
-
-class BlockAtUse(AtUse):
-    format: Format = "fp8_block"
-
-
-AT_USE = {group.format: group for group in (AtUse, SquareAtUse, BlockAtUse)}
+        return F.linear(input, Encoded.apply(self.weight, self.kind), self.bias)
 
 
 def off_in_the_same_groups() -> Any:
-    return mock.patch.dict(GROUPS, AT_USE)
+    """bf16 is gathered in the groups of fp8. Gradients must go the same way, collective by
+    collective."""
+    return mock.patch.object(wrapping, "codec_of", return_value=None)
+
+
+def multiply_decoded(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, phase: str
+) -> Tensor:
+    """What hardware computes, which no test machine has: MXFP8 times MXFP8."""
+    weight = decode(plane_over(codes, scales), dtype=torch.float32)
+    rows = F.pad(x.float(), (0, 0, 0, -len(x) % 32))
+    values = decode(encode(rows, (ROW,))[0], dtype=torch.float32)[: len(x)]
+    y = values @ (weight.t() if phase == "forward" else weight)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@contextmanager
+def native_by_decoding() -> Iterator[None]:
+    """Let ``products="native"`` run on any device."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(checks, "native_problem", return_value=None))
+        stack.enter_context(mock.patch.object(fp8_native, "multiply", multiply_decoded))
+        yield
 
 
 class Layer(nn.Module):
@@ -135,16 +142,19 @@ STORED = {
 }
 
 
-def make(on: bool, format: Format = "mxfp8_rowcol", **options: Any) -> Model:
+def make(on: bool, kind: Kind = "mxfp8", **options: Any) -> Model:
     """The same values on every rank and in every call; ``on``: for fp8 storage."""
     torch.manual_seed(0)
-    off = type("Off", (QuantisedAtUse,), {"format": format})
-    options = {"width": WIDTHS.get(format, WIDTH)} | options
+    off = type("Off", (QuantisedAtUse,), {"kind": kind})
+    options = {"width": WIDTHS.get(kind, WIDTH)} | options
     return Model(nn.Linear if on else off, **options)
 
 
-def precision_of(on: bool, format: Format = "mxfp8_rowcol") -> sw.Precision:
-    return sw.Precision(weights=format if on else "bf16", reduce="fp32")
+def precision_of(on: bool, kind: Kind = "mxfp8") -> sw.Precision:
+    if not on:
+        return sw.Precision(weights="bf16", reduce="fp32")
+    weights = "mxfp8" if kind == "native" else kind
+    return sw.Precision(weights=weights, reduce="fp32", products=PRODUCTS[kind])
 
 
 def wrap(model: Model, strategy: str, world_size: int, **options: Any) -> Model:
@@ -205,6 +215,16 @@ def train(
     return seen | whole_tensors({f"main {name}": p for name, p in model.named_parameters()})
 
 
+def parts_of(name: str, weight: Coded) -> dict[str, Tensor]:
+    return {f"{name} {part}": getattr(weight, part) for part in weight.__tensor_flatten__()[0]}
+
+
+def staged_weights(model: nn.Module) -> list[bool]:
+    """By group in fp8: whether bf16 is gathered, and encoded by every rank."""
+    groups = [group for unit in units_of(model) for group in unit.groups if group.format]
+    return [bool(group.codec.staged_because(group.layout)) for group in groups]
+
+
 def planes_seen(model: nn.Module) -> dict[str, Tensor]:
     """Codes and scales of every stored weight, as gathered now."""
     found: dict[str, Tensor] = {}
@@ -212,17 +232,16 @@ def planes_seen(model: nn.Module) -> dict[str, Tensor]:
         for group in unit.groups:
             if group.format is None:
                 continue
-            for phase in ("forward", "backward"):
-                group.gather(unit.runtime, phase=phase)
-                group.wait(unit.runtime)
+            group.gather(unit.runtime)
+            group.wait(unit.runtime)
             for item, parameter in zip(group.items, group.unsharded, strict=True):
-                for name, tensor in parameter.quantised.state_dict().items():
-                    found[f"{unit.name} {item.name} {name}"] = tensor.clone()
+                for name, tensor in parts_of(f"{unit.name} {item.name}", parameter).items():
+                    found[name] = tensor.clone()
             group.release(unit.runtime)
     return found
 
 
-def expected_planes(model: nn.Module, format: Format) -> dict[str, Tensor]:
+def expected_planes(model: nn.Module, kind: Kind) -> dict[str, Tensor]:
     """The same from the main weights, by definition: encode(bf16(main))."""
     found: dict[str, Tensor] = {}
     for unit in units_of(model):
@@ -231,10 +250,7 @@ def expected_planes(model: nn.Module, format: Format) -> dict[str, Tensor]:
                 continue
             for item, parameter in zip(group.items, group.sharded, strict=True):
                 whole = parameter.detach().full_tensor().to(torch.bfloat16)
-                # Embeddings are stored as rows, whatever matrices are stored as.
-                stored = format if group.format in get_args(Matrices) else group.format
-                for name, tensor in FP8Tensor.encode(whole, stored).state_dict().items():
-                    found[f"{unit.name} {item.name} {name}"] = tensor
+                found |= parts_of(f"{unit.name} {item.name}", coded(whole, kind))
     return found
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.layout import ROW
-from shardwise.shard.module import units_of
 from tests.models import mesh_for, ranks_for
 from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
+    Kind,
     assert_same_bits,
     expected_planes,
     loss_of,
@@ -26,38 +25,38 @@ from tests.parity.mxfp8_helpers import (
     optimizer_of,
     planes_seen,
     precision_of,
+    staged_weights,
     tokens,
     train,
     wrap,
 )
 from tests.ranks import on_ranks, run_ranks
 
-FORMAT, WIDTH = "fp8_block", 144  # and an MLP of 432: the last blocks are of 16, and of 48
+FORMAT: Kind = "fp8_block"
+WIDTH = 144  # and an MLP of 432: the last blocks are of 16, and of 48
 
 
 def trained(
     rank: int, world_size: int, strategy: str, on: bool = True, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     model = make(on, FORMAT, width=WIDTH)
-    model = wrap(model, strategy, world_size, precision=precision_of(on, FORMAT), **options)
+    options = {"precision": precision_of(on, FORMAT)} | options
+    model = wrap(model, strategy, world_size, **options)
     return model, train(model, rank, optimizer=optimizer_of(model, "muon"))
-
-
-def groups_of(model: Any) -> list[Any]:
-    return [group for unit in units_of(model) for group in unit.groups if group.format]
 
 
 def check_on_and_off(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
     with sw.comm.record() as sent:
-        coded, on = trained(rank, world_size, strategy)
+        model, on = trained(rank, world_size, strategy)
     with sw.comm.record() as sent_off, off_in_the_same_groups():
-        _, off = trained(rank, world_size, strategy)
+        precision = precision_of(True, FORMAT)
+        _, off = trained(rank, world_size, strategy, on=False, precision=precision)
     assert_same_bits(on, off, f"{strategy}: fp8 gather on / off")
-    report, direct = sw.precision_report(coded), [group.direct for group in groups_of(coded)]
+    report, staged = sw.precision_report(model), staged_weights(model)
     assert set(report.stored) == STORED
-    assert any(direct) and all(direct) == ("as bf16" not in str(report))
-    found = planes_seen(coded)
-    assert_same_bits(found, expected_planes(coded, FORMAT), "codes and scales")
+    assert not all(staged) and any(staged) == ("as bf16" in str(report))
+    found = planes_seen(model)
+    assert_same_bits(found, expected_planes(model, FORMAT), "codes and scales")
     assert any(value.shape == (2, 4) for value in found.values()), "partial blocks"
     assert on[f"loss {STEPS - 1}.0"] < 0.9 * on["loss 0.0"], "nothing was learned"
     gathered = [sum(c.nbytes for c in calls if c.operation == "all_gather")
@@ -89,18 +88,18 @@ def test_data_parallel_trains_to_the_same_bits(rank: int, world_size: int, stage
     assert_same_bits(runs[1], runs[0], f"data_parallel, stage {stage}")
     assert set(sw.precision_report(model).stored) == STORED
     assert_same_bits(planes_seen(model), expected_planes(model, FORMAT), "planes")
-    assert any(group.direct for group in groups_of(model))
+    assert not all(staged_weights(model))
 
 
 @on_ranks(2)
 def test_a_shard_that_cuts_a_block_sends_bf16_and_the_report_says_so(
     rank: int, world_size: int
 ) -> None:
-    with mock.patch("shardwise.shard.formats.in_blocks", return_value=ROW):
+    with mock.patch("shardwise.shard.formats.math.lcm", return_value=1):
         model, found = trained(rank, world_size, "zero3")
     _, expected = trained(rank, world_size, "zero3", on=False)
     assert_same_bits(found, expected, "blocks that are cut")
-    assert not all(group.direct for group in groups_of(model))
+    assert any(staged_weights(model))
     report = str(sw.precision_report(model))
     assert "gathered as bf16 (" in report and "because a rank's shard cuts a block" in report
 

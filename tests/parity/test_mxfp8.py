@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,24 +17,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardwise as sw
 from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
-from shardwise.precision.fp8_tensor import FP8Tensor
-from shardwise.shard import fp8_group
-from shardwise.shard.formats import planes_of
+from shardwise.precision.fp8_codec import FP8
+from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for, ranks_for
 from tests.one_card import ranks_device
 from tests.parity.mxfp8_helpers import (
-    AT_USE,
     STEPS,
     STORED,
+    Kind,
     assert_same_bits,
+    coded,
     expected_planes,
     loss_of,
     make,
+    native_by_decoding,
     off_in_the_same_groups,
     optimizer_of,
     planes_seen,
     precision_of,
+    staged_weights,
     tokens,
     train,
     wrap,
@@ -43,15 +45,16 @@ from tests.ranks import on_ranks, run_ranks
 
 
 def run(
-    rank: int, world_size: int, strategy: str, kind: str, on: bool, format: Any, **options: Any
+    rank: int, world_size: int, strategy: str, name: str, on: bool, kind: Kind, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     every = ("microbatches", "evaluate", "steps")
     trains = {name: options.pop(name) for name in every if name in options}
     shape = {name: options.pop(name) for name in ("inside", "outside") if name in options}
-    model = make(on, format, **shape)
-    model = wrap(model, strategy, world_size, precision=precision_of(on, format), **options)
-    optimizer = optimizer_of(model, kind)
-    return model, train(model, rank, optimizer=optimizer, **trains)
+    model = make(on, kind, **shape)
+    options = {"precision": precision_of(on, kind)} | options
+    with native_by_decoding():
+        model = wrap(model, strategy, world_size, **options)
+        return model, train(model, rank, optimizer=optimizer_of(model, name), **trains)
 
 
 def reductions(calls: list[Any]) -> list[Any]:
@@ -59,20 +62,21 @@ def reductions(calls: list[Any]) -> list[Any]:
     return [call for call in calls if call.operation != "all_gather"]
 
 
-def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, format: Any) -> int:
+def check_on_and_off(rank: int, world_size: int, strategy: str, name: str, kind: Kind) -> int:
     with sw.comm.record() as sent_on:
-        coded, on = run(rank, world_size, strategy, kind, True, format)
+        model, on = run(rank, world_size, strategy, name, True, kind)
     with sw.comm.record() as sent_off, off_in_the_same_groups():
-        plain, off = run(rank, world_size, strategy, kind, True, format)
-    off_groups = {type(g) for u in units_of(plain) for g in u.groups if g.format}
-    assert off_groups <= set(AT_USE.values())
-    assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
+        options = {"precision": precision_of(True, kind)}
+        plain, off = run(rank, world_size, strategy, name, False, kind, **options)
+    assert not any(group.format for unit in units_of(plain) for group in unit.groups)
+    assert_same_bits(on, off, f"{strategy} {name}: fp8 gather on / off")
     assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
+    assert len(sent_on) == len(sent_off), "I5: as many collectives"
     assert len(reductions(sent_on)) >= STEPS
-    assert set(sw.precision_report(coded).stored) == STORED
-    found = planes_seen(coded)
-    assert_same_bits(found, expected_planes(coded, format), "codes and scales")
-    assert len(found) == len(STORED) * (4 if format == "mxfp8_rowcol" else 2)
+    assert set(sw.precision_report(model).stored) == STORED
+    found = planes_seen(model)
+    assert_same_bits(found, expected_planes(model, kind), "codes and scales")
+    assert len(found) == len(STORED) * (4 if kind == "native" else 2)
     first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
     assert last < 0.9 * first, f"nothing was learned: {first} to {last}"
     return len(on)
@@ -80,15 +84,15 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
 
 # "muon" has AdamW beside it, for all that is no matrix; "adamw" is torch's own.
 @pytest.mark.parametrize(
-    ("strategy", "kind", "format"),
-    [(strategy, "muon", "mxfp8_rowcol") for strategy in STRATEGIES]
-    + [("zero3", "adamw", "mxfp8_rowcol")]
-    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")]
-    + [(strategy, "muon", "fp8_block") for strategy in ("zero1", "zero3", "hfsdp")],
-)
-def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
+    ("strategy", "name", "kind"),
+    [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
+    + [("zero3", "adamw", "mxfp8")]
+    + [(strategy, "muon", kind) for strategy in ("zero1", "zero3", "hfsdp")
+       for kind in ("native", "fp8_block")],
+)  # fmt: skip
+def test_fp8_gather_on_is_off(strategy: str, name: str, kind: Kind) -> None:
     world_size = ranks_for(strategy)
-    seen = run_ranks(check_on_and_off, world_size, strategy, kind, format)
+    seen = run_ranks(check_on_and_off, world_size, strategy, name, kind)
     assert min(seen) > 2 * STEPS
 
 
@@ -110,7 +114,7 @@ def test_four_ranks_train_to_the_bits_of_two() -> None:
         four = run_ranks(check_world, 4, strategy)
         for rank, found in enumerate(four):
             assert_same_bits(found, two[rank // 2], f"rank {rank} of four, {strategy}")
-    assert any(name.endswith("column.codes") for name in two[0])
+    assert any(name.endswith(" codes") for name in two[0])
 
 
 # ------------------------------------------------------------------------------- schedules, memory
@@ -141,10 +145,10 @@ def test_overlap_memory_and_recomputation_do_not_change_a_bit(
 ) -> None:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
     often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(2)}
-    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8_rowcol", **often)
+    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
     assert "evaluation 1" in expected
     for options in OPTIONS:
-        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8_rowcol", **often, **options)
+        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8", **often, **options)
         assert_same_bits(found, expected, str(options))
     model = wrap(make(True), strategy, world_size, precision=precision_of(True))
     without_prefetch(model)
@@ -155,15 +159,15 @@ def test_overlap_memory_and_recomputation_do_not_change_a_bit(
 # --------------------------------------------------------------------------------------- transport
 
 
-def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> tuple[int, int]:
+def check_transport(rank: int, world_size: int, strategy: str, kind: Kind) -> tuple[int, int]:
     sent = []
     runs = []
-    for direct in (True, False):
-        with mock.patch.object(fp8_group, "sends_codes", lambda *_, d=direct: d):
+    for staged in (False, True):
+        forced = mock.patch.object(FP8, "staged_because", return_value="a test")
+        with forced if staged else nullcontext():
             with sw.comm.record() as calls:
-                model, seen = run(rank, world_size, strategy, "adamw", True, format, steps=range(3))
-            groups = [g for unit in units_of(model) for g in unit.groups if g.format]
-            assert groups and all(group.direct == direct for group in groups)
+                model, seen = run(rank, world_size, strategy, "adamw", True, kind, steps=range(3))
+            assert staged_weights(model) == [staged] * len(staged_weights(model)) != []
             runs.append(seen | planes_seen(model))
             sent.append(sum(call.nbytes for call in calls if call.operation == "all_gather"))
     assert_same_bits(runs[0], runs[1], "codes encoded locally / bf16 staged")
@@ -171,19 +175,18 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "format"),
-    [("zero3", "mxfp8_rowcol"), ("zero1", "mxfp8"), ("hfsdp", "mxfp8_rowcol")]
-    + [("hfsdp", "fp8_block")],
+    ("strategy", "kind"),
+    [("zero3", "mxfp8"), ("zero1", "mxfp8"), ("hfsdp", "mxfp8"), ("hfsdp", "fp8_block")],
 )
-def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, format: str) -> None:
-    for direct, staged in run_ranks(check_transport, ranks_for(strategy), strategy, format):
+def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, kind: Kind) -> None:
+    for direct, staged in run_ranks(check_transport, ranks_for(strategy), strategy, kind):
         assert 0 < direct < staged
 
 
 def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
     """Layouts that cut blocks, or keep matrices whole, compute the same."""
     few: dict[str, Any] = {"steps": range(3)}
-    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8_rowcol", **few)
+    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
     chosen = []
     for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
         model, found = run(
@@ -192,12 +195,12 @@ def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
             "zero3",
             "muon",
             True,
-            "mxfp8_rowcol",
+            "mxfp8",
             grain=lambda *_, g=grain: g,
             **few,
         )
         assert_same_bits(found, expected, str(grain))
-        chosen.append([g.direct for unit in units_of(model) for g in unit.groups if g.format])
+        chosen.append([not staged for staged in staged_weights(model)])
     return chosen
 
 
@@ -211,40 +214,39 @@ def test_every_grain_trains_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "format"),
-    [(0, "mxfp8_rowcol"), (1, "mxfp8_rowcol"), (2, "mxfp8"), (1, "mxfp8_2d"), (1, "fp8_block")],
+    ("stage", "kind"), [(0, "mxfp8"), (1, "mxfp8"), (1, "native"), (2, "mxfp8"), (1, "fp8_block")]
 )
 @on_ranks(2)
 def test_data_parallel_trains_to_the_same_bits(
-    rank: int, world_size: int, stage: int, format: Any
+    rank: int, world_size: int, stage: int, kind: Kind
 ) -> None:
     runs: dict[Any, dict[str, Tensor]] = {}
-    direct = []
+    staged: list[bool] = []
     for on, overlap in ((False, False), (True, False), (True, True)):
-        model = sw.data_parallel(
-            make(on, format),
-            mesh=mesh_for(sw.zero(stage), world_size),
-            placements=sw.zero(stage),
-            precision=precision_of(on, format),
-            bucket_mb=0.05,
-            overlap_gather=overlap,
-        )
-        runs[on, overlap] = train(model, rank, optimizer=optimizer_of(model, "muon"))
+        with native_by_decoding():
+            model = sw.data_parallel(
+                make(on, kind),
+                mesh=mesh_for(sw.zero(stage), world_size),
+                placements=sw.zero(stage),
+                precision=precision_of(on, kind),
+                bucket_mb=0.05,
+                overlap_gather=overlap,
+            )
+            runs[on, overlap] = train(model, rank, optimizer=optimizer_of(model, "muon"))
         if on:
             report = sw.precision_report(model)
             assert set(report.stored) == STORED
             told = "), because two planes have more bytes" in str(report)
-            assert told == ((stage, format) == (1, "mxfp8_rowcol"))
-            assert_same_bits(planes_seen(model), expected_planes(model, format), "planes")
-            groups = [g for unit in units_of(model) for g in unit.groups if g.format]
-            direct = [group.direct for group in groups]
+            assert told == (kind == "native")
+            assert_same_bits(planes_seen(model), expected_planes(model, kind), "planes")
+            staged = staged_weights(model)
     for overlap in (False, True):
         assert_same_bits(runs[True, overlap], runs[False, False], f"overlap_gather={overlap}")
-    assert len(direct) >= 3, "several buckets"
-    if (stage, format) == (1, "mxfp8_rowcol"):
-        assert not any(direct), "both planes of an element weigh more than its bf16 value"
-    if stage and format != "mxfp8_rowcol":
-        assert any(direct), "owners of whole matrices send their codes"
+    assert len(staged) >= 3, "several buckets"
+    if kind == "native":
+        assert all(staged), "both planes of an element weigh more than its bf16 value"
+    elif stage:
+        assert not all(staged), "owners of whole matrices send their codes"
 
 
 def owners_of(model: Any) -> list[set[str]]:
@@ -271,10 +273,7 @@ def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]
     model = make(True)
     sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
     with mock.patch.object(module, "_planned_buckets", wrong if mixed else plan):
-        sw.data_parallel(
-            model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True),
-            overlap_gather="step",
-        )  # fmt: skip
+        sw.data_parallel(model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True))
     optimizer = optimizer_of(model, "muon")
     gathers = []
     for step in range(3):
@@ -342,43 +341,21 @@ def through_codes(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in STORED:
-                parameter.copy_(FP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
+                parameter.copy_(coded(parameter).decode())
 
 
-def never_made_anew(self: Any, phase: Any) -> list[Any]:
-    """Wrong: planes that are here are taken to be right, whatever main says by now."""
-    blocks = planes_of(self.format, phase, self.persistent)
-    wanted = [self.planes[block] for block in blocks]
-    return [plane for plane in wanted if not plane.memory.live or plane.filled is None]
+def is_live(self: Any) -> bool:
+    """Wrong: codes that are here are taken to be right, whatever main says by now."""
+    return self.whole is None or (self.whole.made_from is not None and self.whole.live)
 
 
-def staged_before(self: Any, planes: Any, runtime: Any) -> None:
-    """Wrong: what is sent was put into the scratch when the last gather was over."""
-    source = self.main
-    early = getattr(self, "_early", None)
-    now = source.flat.clone()
-    if early is not None:
-        source.flat.data.copy_(early)
-    self._early = now
-    RIGHT(self, planes, runtime)
-    source.flat.data.copy_(now)
-
-
-RIGHT = fp8_group.FP8Group._gather_staged
-
-
-@pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
+@pytest.mark.parametrize("mistake", ["init", "stale"])
 @on_ranks(2)
 def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
     few: dict[str, Any] = {"steps": range(3)}  # each of them shows at once, and stays
-    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8_rowcol", **few)
-    with ExitStack() as stack:
-        if mistake == "re-stage":
-            stack.enter_context(mock.patch.object(fp8_group.FP8Group, "_missing", never_made_anew))
-        if mistake == "outside":
-            stack.enter_context(
-                mock.patch.object(fp8_group.FP8Group, "_gather_staged", staged_before)
-            )
+    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
+    wrong = mock.patch.object(Group, "is_current", property(is_live))
+    with wrong if mistake == "stale" else nullcontext():
         model = make(True)
         if mistake == "init":
             through_codes(model)
@@ -386,8 +363,7 @@ def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> Non
         on = train(model, rank, optimizer=optimizer_of(model, "adamw"), **few)
     with pytest.raises(AssertionError, match="differ") as caught:
         assert_same_bits(on, off, mistake)
-    said = str(caught.value)
-    assert mistake in said
+    assert mistake in str(caught.value)
 
 
 def test_nothing_is_never_the_same_as_nothing() -> None:
