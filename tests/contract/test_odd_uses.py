@@ -310,7 +310,7 @@ def test_a_penalty_on_weights_at_rest(rank: int, world_size: int, way: str) -> N
     if way == "zero3":  # the root's weights are not at rest then
         text = raised(lambda: late(net, rank).backward(), NotImplementedError)
         assert "would not be reduced" in text
-        net.zero_grad()
+        net.reset_iter_state()
     else:
         check_backward(net, plain, late, rank, world_size)
     check_backward(net, plain, penalised, rank, world_size, 11, True, distance_of)
