@@ -115,12 +115,13 @@ def recorded_with_plain(args: Any) -> bool:
 
 
 def recorded_with_own(args: Any) -> bool:
-    """Whether autograd would record an operation with a tensor that this rank has computed: its
-    gradient would come from pieces, and a parameter at rest would get one rank's gradient."""
+    """Whether autograd would record an operation with a tensor of this rank alone (computed, or a
+    gathered weight): its gradient would come from pieces, and a parameter at rest would get one
+    rank's gradient."""
     if not torch.is_grad_enabled():
         return False
-    computed = (arg for arg in args if isinstance(arg, Tensor) and arg.grad_fn is not None)
-    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in computed)
+    trained = (arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad)
+    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in trained)
 
 
 def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:

@@ -151,8 +151,6 @@ def test_a_model_wrapped_under_inference_mode_is_refused(
 ) -> None:
     with torch.inference_mode():
         assert "inference_mode" in raised(lambda: wrapped(way, world_size), ValueError)
-        made = Net()
-    assert "inference_mode" in raised(lambda: wrap(made, world_size), ValueError)
     net, plain = wrapped(way, world_size)
     with torch.inference_mode():  # before the first training step
         net(words(rank))
@@ -199,22 +197,6 @@ def test_a_state_dict_inside_forward(rank: int, world_size: int, way: str) -> No
     assert len(seen) >= 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_hooks_that_no_backward_would_call_are_refused(
-    rank: int, world_size: int, way: str
-) -> None:
-    """``register_hook`` on a parameter would never be called: no graph knows it."""
-    net, _ = wrapped(way, world_size)
-    weight = net.head.weight
-    for register in (
-        lambda: weight.register_hook(lambda grad: grad * 0),
-        lambda: weight.expand_as(weight).grad_fn.next_functions[0][0].register_hook(print),
-        lambda: torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(print),
-    ):
-        assert "register_post_accumulate_grad_hook" in raised(register, NotImplementedError)
-
-
 @pytest.mark.parametrize("way", ["zero0", "zero3"])
 @on_ranks(2)
 def test_a_forward_past_the_hooks_is_refused(rank: int, world_size: int, way: str) -> None:
@@ -226,18 +208,6 @@ def test_a_forward_past_the_hooks_is_refused(rank: int, world_size: int, way: st
     # The first step of a product, a transposed copy, works: torch refuses the second.
     mixed = raised(lambda: nn.functional.linear(x, net.head.weight), RuntimeError)
     assert "mixed torch.Tensor and DTensor" in mixed
-    # Element by element, with what this rank has computed: the gradient of one rank alone.
-    own, bias = x.requires_grad_() * 1, net.blocks[0].down.bias
-    for what in (
-        lambda: own.add_(bias),
-        lambda: own[0] - bias,
-        lambda: torch.dot(bias, own[0]),
-        lambda: own.__setitem__(0, bias),
-    ):
-        assert "would not be reduced" in raised(what, NotImplementedError)
-    assert (bias / bias.norm() - torch.ones(10)).requires_grad  # the same on all ranks
-    own.add_(bias.detach())  # a constant, the same on all ranks
-    bias.data.sub_(own[0])  # a write
 
 
 def anomaly(rank: int, world_size: int, way: str) -> None:
@@ -338,8 +308,9 @@ def test_a_penalty_on_weights_at_rest(rank: int, world_size: int, way: str) -> N
         model.earlier = [one.detach().clone() for one in model.parameters()]
     late = partial(penalised, step=10, first=False, of=distance_of)
     if way == "zero3":  # the root's weights are not at rest then
-        assert "before the forward" in raised(lambda: late(net, rank).backward(), RuntimeError)
-        net.zero_grad()
+        text = raised(lambda: late(net, rank).backward(), NotImplementedError)
+        assert "would not be reduced" in text
+        net.reset_iter_state()
     else:
         check_backward(net, plain, late, rank, world_size)
     check_backward(net, plain, penalised, rank, world_size, 11, True, distance_of)
