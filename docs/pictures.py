@@ -55,7 +55,7 @@ def stages() -> str:
 def unit_events() -> str:
     """The table of events in the docstring of ``shard/unit.py``."""
     text = unit.__doc__ or ""
-    table = text[text.index("    event ") :].split("\n\n", 1)[0]
+    table = text[text.index("    forward ") :].split("\n\n", 1)[0]
     return "\n".join(line[4:].rstrip() for line in table.splitlines())
 
 

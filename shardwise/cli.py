@@ -258,7 +258,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     config = dataclasses.replace(config, **asked, ep=1, tp=1)
     weights = "bf16" if config.precision == "auto" else config.precision
     options: dict[str, Any] = {
-        "precision": named_precision(weights, config.optimizer, experts=bool(mixtures_of(model))),
+        "precision": named_precision(weights, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
         "microbatches": config.num_microbatches,
         "bucket_mb": command.bucket_mb,

@@ -19,8 +19,9 @@ few bytes (``agree``) are not counted.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -225,6 +226,14 @@ class Pending:
                 self._landed()
             if finish is not None:
                 finish()
+
+    def __del__(self) -> None:
+        """Messages of a collective that nobody waits for arrive all the same: gloo would drop them
+        with their memory, and the next collective would take them for its own."""
+        if not sys.is_finalizing():
+            with suppress(RuntimeError):  # a peer is gone
+                for work in self._works:
+                    work.wait()
 
     def then(self, finish: Callable[[], None]) -> Pending:
         """This collective with ``finish`` as its local rest; without messages it runs at once."""

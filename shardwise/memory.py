@@ -98,8 +98,7 @@ class Block:
     """A flat tensor whose memory can be released and acquired again.
 
     ``lane`` names the stream on which the owner allocates and frees the memory: storages are shared
-    within one lane only. ``moved`` is called when the tensor has got another storage, so that the
-    owner can make its views again.
+    within one lane only.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Block:
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self.storage = self.tensor.untyped_storage()
         self.live = True
-        self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
         self._counted.set(self._held)
 
@@ -140,18 +138,12 @@ class Block:
             self.live = True
             self._counted.set(self._held)
 
-    def leave(self) -> None:
-        """Leave the memory to the holders of its views, and continue with new memory."""
-        self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device))
-
     def move(self, storage: torch.UntypedStorage) -> None:
         """Put the tensor into ``storage``, which must have memory, because views are made. For
         autograd the tensor is no view of it, so it keeps its own version counter."""
         with torch.no_grad():
             self.tensor.set_(storage, 0, (self.numel,), (1,))
         self.storage = storage
-        if self.moved is not None:
-            self.moved()
 
 
 class _Counted:
@@ -204,18 +196,12 @@ def held(nbytes: int, kind: str) -> Iterator[None]:
 
 
 class Caching:
-    """Resize the storage: torch's caching allocator recycles the bytes on the current stream.
-
-    A storage that numpy has shared can never be resized again. It stays with its other users (numpy
-    and tensors that autograd saved), and the block continues with a new one.
-    """
+    """Resize the storage: torch's caching allocator recycles the bytes on the current stream."""
 
     def acquire(self, block: Block) -> None:
         block.storage.resize_(block.nbytes)
 
     def release(self, block: Block) -> None:
-        if not block.storage.resizable():
-            block.leave()
         block.storage.resize_(0)
 
 
@@ -256,9 +242,5 @@ class TracePool:
             block.move(storage)
 
     def release(self, block: Block) -> None:
-        storage, idle = block.storage, block.nbytes
-        if storage.resizable():
-            self._free[block.lane, block.tensor.device].append(storage)
-        else:  # numpy shares the storage, so it stays with its users
-            idle -= storage.nbytes()
-        self._idle.set(self._idle.nbytes + idle)
+        self._free[block.lane, block.tensor.device].append(block.storage)
+        self._idle.set(self._idle.nbytes + block.nbytes)

@@ -146,7 +146,7 @@ class ShardedTensor(DTensor):
 
     @property  # type: ignore[override]
     def data(self) -> ShardedTensor:
-        return self.detach()
+        return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
+from torch.nn import Parameter
+from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.cut import Cut, Op
@@ -53,6 +55,16 @@ class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
     placements: tuple[()] = ()  # on no mesh
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's own operation. A plain tensor that it returns is whole too."""
+        if any(issubclass(kind, Parameter) for kind in types):
+            return NotImplemented  # an fp8 parameter, which has its own operations
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            wraps = type(result) is Tensor and func not in get_default_nowrap_functions()
+            return whole(result) if wraps else result
 
     def full_tensor(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -103,12 +115,13 @@ def recorded_with_plain(args: Any) -> bool:
 
 
 def recorded_with_own(args: Any) -> bool:
-    """Whether autograd would record an operation with a tensor that this rank has computed: its
-    gradient would come from pieces, and a parameter at rest would get one rank's gradient."""
+    """Whether autograd would record an operation with a tensor of this rank alone (computed, or a
+    gathered weight): its gradient would come from pieces, and a parameter at rest would get one
+    rank's gradient."""
     if not torch.is_grad_enabled():
         return False
-    computed = (arg for arg in args if isinstance(arg, Tensor) and arg.grad_fn is not None)
-    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in computed)
+    trained = (arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad)
+    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in trained)
 
 
 def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:

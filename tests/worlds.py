@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
 from shardwise.mesh import Ranks
-from shardwise.tensor import Cut, ShardedTensor, Version
+from shardwise.tensor import Backing, Cut, ShardedTensor
 from tests.one_card import device_type
 from tests.ranks import run_ranks
 
@@ -89,7 +89,7 @@ class World:
             start = self.layout.starts[index] + lo - begin if hi > lo else 0
             local = flat[start : start + hi - lo].view(cut.local_shape)
             local.copy_(full.reshape(-1)[lo:hi].view(cut.local_shape))
-            result[name] = ShardedTensor(local, cut, requires_grad=requires_grad, version=Version())
+            result[name] = ShardedTensor(local, cut, requires_grad=requires_grad, buffer=Backing())
         return result
 
 

@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import IO, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import comm
@@ -44,12 +42,9 @@ from shardwise.checkpoint.files import File, HashedFile, write_file
 from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, numbers_in, tensor_file
 from shardwise.checkpoint.manifest import INDEX, METADATA, STATE, Manifest, now, rank_file, versions
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
-from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write, replicas_of
-from shardwise.checkpoint.state import State, json_state, model_state, placements_of
+from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
+from shardwise.checkpoint.state import json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
-from shardwise.notices import warn_once
-from shardwise.tensor import ShardedTensor
-from shardwise.words import quoted
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +92,6 @@ class Snapshot:
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
-    alike: dict[str, int]  # checksums of values that every rank has and only one rank writes
     rank_values: bytes
     state_values: bytes
     placements: list[str]
@@ -149,7 +143,6 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
-        alike=_checksums(state, model, groups) if ranks.size > 1 else {},
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=placements_of(model),
@@ -187,7 +180,7 @@ def begin(
         return result
 
     def facts(taken: Snapshot) -> Any:
-        return str(folder), str(final), step, taken.digest, taken.alike
+        return str(folder), str(final), step, taken.digest
 
     try:
         taken, of_ranks = together(work, ranks, facts=facts)
@@ -206,46 +199,10 @@ def begin(
     return attempt, taken
 
 
-def _checksums(state: State, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, int]:
-    """Checksums of plain tensors, of replicas of weights, and of the values in ``state.json``
-    except the texts of objects, which contain addresses in memory."""
-    spread = {key for key, stack in state.members.items() if stack.spread}
-    sums = {
-        key: checksum(tensor)
-        for key, tensor in state.tensors.items()
-        if not isinstance(tensor, DTensor) and key not in spread
-    }
-    values = {"extra states of modules": state.extra_states}
-    if optimizer is not None:
-        options = [group["options"] for group in optimizer["groups"]]
-        values["options and counts of the optimizer"] = {"": (options, optimizer["scalars"])}
-    sums |= {name: zlib.crc32(to_bytes(value, name)) for name, value in values.items()}
-    for parameter in model.parameters():
-        if not isinstance(parameter, ShardedTensor):
-            continue
-        ranks = replicas_of(parameter)
-        if len(ranks) > 1:
-            name = f"weights of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-            sums[name] = sums.get(name, 0) + checksum(parameter.to_local())
-    return sums
-
-
-def _check_agreement(saves: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
-    """Compare what the ranks save: warn of different values, refuse different tensors."""
-    _, final, step, digest, _ = saves[0]
-    first: dict[str, int] = {}
-    checksums = ((key, value) for *_, alike in saves for key, value in alike.items())
-    different = sorted({key for key, value in checksums if first.setdefault(key, value) != value})
-    if different:
-        warn_once(
-            log,
-            "ranks differ in %s: the checkpoint holds the values of one rank, mostly rank 0, and a "
-            "load gives them to all ranks. Buffers are not reduced over ranks (SyncBatchNorm "
-            "reduces its own), nor are gradients of parameters that are not wrapped. Replicas of "
-            "weights differ if weights, gradients or states were written on one rank only",
-            quoted(different),
-        )
-    for rank, (_, other_final, other_step, other_digest, _) in enumerate(saves):
+def _check_agreement(saves: list[tuple[str, str, int | None, str]]) -> None:
+    """Raise unless all ranks save the same tensors, to the same place."""
+    _, final, step, digest = saves[0]
+    for rank, (_, other_final, other_step, other_digest) in enumerate(saves):
         if (other_final, other_step) != (final, step):
             raise MismatchError(
                 f"rank 0 saves {final} (step {step}), rank {rank} saves {other_final} (step "
@@ -365,23 +322,3 @@ def _bytes_of(folder: Path, chunk: Chunk) -> bytes:
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.begin)
         return file.read(chunk.num_bytes)
-
-
-def checksum(value: Tensor) -> int:
-    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
-    if value.is_meta:
-        return 0
-    total, first = 0, 1
-    for part in _bits(value).split(1 << 22):  # in parts, because positions take memory
-        positions = torch.arange(first, first + part.numel(), device=part.device)
-        total += int((part.to(torch.int64) * positions).sum().item())
-        first += part.numel()
-    return total % (1 << 63)
-
-
-def _bits(value: Tensor) -> Tensor:
-    """A value as integers of at most 4 bytes, in one row; a view where it is contiguous."""
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-    return flat.view(width[flat.element_size()])

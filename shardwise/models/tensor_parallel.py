@@ -37,7 +37,7 @@ from shardwise import comm
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import tensor_parallel_problems
 from shardwise.placements import chunk_range
-from shardwise.shard.wrap import UNEVEN
+from shardwise.shard.found import UNEVEN
 
 
 def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import comm
@@ -34,6 +33,7 @@ from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Options
 from shardwise.report.units import META, ranks_at
+from shardwise.shard.compat import run_backward
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
 from shardwise.shard.module import units_of
@@ -158,9 +158,7 @@ class Engine:
                 _add(phases["forward"], calls, times)
                 with comm.record() as calls:
                     if loss.requires_grad:
-                        # Not loss.backward(), which switches torch function modes off: a
-                        # recomputation must use the same stand-ins as forward.
-                        torch.autograd.backward(loss, torch.ones_like(loss))
+                        run_backward(loss)  # a recomputation uses the stand-ins of forward
                 _add(phases["backward"], calls, times)
                 del loss
         loaded = self.ledger.snapshot()

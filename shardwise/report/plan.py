@@ -345,7 +345,7 @@ def _spread(group: Group) -> int:
 
 
 def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
-    dtype = str(group.whole.dtype).removeprefix("torch.")
+    dtype = str(group.codec.dtype).removeprefix("torch.")
     return PlannedGroup(
         layout=group.layout,
         dtype=group.main.dtype,

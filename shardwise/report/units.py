@@ -26,18 +26,12 @@ from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
 from shardwise.shard.data_parallel import data_parallel
+from shardwise.shard.found import UNEVEN, Found, find_parameters, spread_linear
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, unit_of, units_of
 from shardwise.shard.parameter import carry_attributes
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrap import (
-    UNEVEN,
-    Found,
-    GrainChoice,
-    find_parameters,
-    spread_linear,
-    wrap_units,
-)
+from shardwise.shard.wrap import GrainChoice, wrap_units
 from shardwise.tensor import ShardedTensor
 
 META = torch.device("meta")

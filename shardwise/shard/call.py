@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -24,8 +24,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from shardwise import comm
 from shardwise.shard.compat import next_number, run_first
 
-if TYPE_CHECKING:
-    from shardwise.shard.unit import Unit
+
+class Entered(Protocol):
+    """A unit, as a call knows it."""
+
+    def enter(self, call: Call) -> None: ...
+
+    def leave(self, call: Call) -> None: ...
 
 
 class Call:
@@ -33,7 +38,7 @@ class Call:
 
     __slots__ = ("__weakref__", "begun", "gated", "unit", "writes")
 
-    def __init__(self, unit: Unit, writes: list[int]) -> None:
+    def __init__(self, unit: Entered, writes: list[int]) -> None:
         self.unit = ref(unit)
         self.writes = writes  # how often the weights had been written that this forward reads
         self.gated = False
@@ -94,6 +99,10 @@ class _Gate(torch.autograd.Function):
         # DTensors may pass on tensors whose collective is still under way. A compiled graph
         # (torch 2.13) loses the gradients of such tensors.
         return tuple(map(comm.arrived, inputs))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

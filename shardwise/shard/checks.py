@@ -27,8 +27,9 @@ from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_native import native_problem
+from shardwise.shard.found import Found, experts_text, spread_linear
 from shardwise.shard.module import unit_of
-from shardwise.shard.wrap import Found, Wrapping, experts_text, spread_linear
+from shardwise.shard.wrap import Wrapping
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
 

@@ -42,6 +42,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, but torch function modes stay active inside. There is no public way."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
+
+
 _leaf = torch.zeros((), requires_grad=True)
 
 

@@ -5,7 +5,8 @@
     collective and each step                else, every rank raises and names both
     before a step                           gradients that are missing, on some ranks or on all, and
                                             gradients that are not finite, by name and rank
-    after a step                            weights that are not finite
+    after a step                            weights that are not finite, and replicas of a weight
+                                            that are not the same bits
 
 A step outside of this file compares nothing: the host exchanges a few bytes for each of these, and
 waits for the device.
@@ -14,12 +15,15 @@ waits for the device.
 from __future__ import annotations
 
 import logging
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -31,18 +35,25 @@ from shardwise.notices import warn_once
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
+_always = ExitStack()  # holds the context that the environment has asked for
 
 
 @contextmanager
 def debug(model: nn.Module) -> Iterator[None]:
     """Compare the ranks while the context is open, and look for values that are not finite. Every
-    rank enters the context together, with the whole model: not for the stages of a pipeline.
+    rank enters the context together, with the whole model: not for the stages of a pipeline. The
+    environment variable SHARDWISE_DEBUG=1 does the same from the first forward on.
 
     Work of the library gets NVTX ranges with the names of units.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _watching(_Watch(names)):
+    with _watching(_Watch({id(p): name for name, p in model.named_parameters()})):
         yield
+
+
+def watch_if_asked(model: nn.Module) -> None:
+    """At the first forward: obey SHARDWISE_DEBUG=1, for the rest of this process."""
+    if os.environ.get("SHARDWISE_DEBUG", "0") not in ("", "0") and comm.observer is None:
+        _always.enter_context(debug(model))
 
 
 @contextmanager
@@ -115,6 +126,7 @@ class _Watch:
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._refuse_broken("weight", ((p, p) for p in held))
+        self._refuse_unlike(held)
 
     def _tell_absent(self, absent: list[str], without: list[str]) -> None:
         everyone = comm.agree((absent, without), all_ranks())
@@ -145,6 +157,35 @@ class _Watch:
             more = f", and {len(found) - 8} more" if len(found) > 8 else ""
             raise RuntimeError(f"values that are not finite: {'; '.join(found[:8])}{more}")
 
+    def _refuse_unlike(self, held: Iterable[Any]) -> None:
+        """Raise on all ranks if replicas of a weight differ."""
+        mine = {
+            (self._name(parameter), _holders(parameter)): _checksum(parameter._local_tensor)
+            for parameter in held
+            if isinstance(parameter, DTensor)
+        }
+        everyone = comm.agree(mine, all_ranks())
+        for (name, holders), first in ((k, v) for theirs in everyone for k, v in theirs.items()):
+            others = [r for r in holders if everyone[r].get((name, holders), first) != first]
+            if others:
+                raise RuntimeError(
+                    f"replicas of '{name}' differ: ranks {list(holders)} hold the same piece, and "
+                    f"{others} have other values. Write to weights alike on all ranks"
+                )
+
     def _name(self, parameter: Any) -> str:
         cut = getattr(parameter, "cut", None)
         return self.names.get(id(parameter)) or (cut.name if cut is not None else "a parameter")
+
+
+def _holders(parameter: DTensor) -> tuple[int, ...]:
+    """The ranks that hold the same piece."""
+    mesh: Any = parameter.device_mesh
+    pairs = zip(parameter.placements, mesh.get_coordinate(), strict=True)
+    held = mesh.mesh[tuple(slice(None) if p.is_replicate() else at for p, at in pairs)]
+    return tuple(held.flatten().tolist())
+
+
+def _checksum(local: Tensor) -> int:
+    bits = local.detach().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(bits.cpu().numpy().tobytes())

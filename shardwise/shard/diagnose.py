@@ -94,7 +94,7 @@ def describe(model: nn.Module) -> str:
     """A readable description of this rank's units, groups, layouts and bytes."""
     lines = []
     for unit, names in _named_units(model):
-        lines.append(f"unit '{unit.name}' ({unit.phase.value}, {len(unit.groups)} groups)")
+        lines.append(f"unit '{unit.name}' ({unit.backward} backward, {len(unit.groups)} groups)")
         for number, group in enumerate(unit.groups):
             layout, main = group.layout, group.main
             sharded = "sharded" if SHARD in group.placements.main else "replicated"
@@ -107,7 +107,7 @@ def describe(model: nn.Module) -> str:
             lines.append(
                 f"    main {size_text(main.block.nbytes)} {main.dtype} {sharded}; compute "
                 f"{size_text(sum(block.nbytes for block in group.blocks))} "
-                f"{group.format or group.whole.dtype} {kept}"
+                f"{group.format or group.codec.dtype} {kept}"
             )
             for index, item in enumerate(group.items):
                 low, high, *_ = main.pieces[index]

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,13 +27,11 @@ from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_codec import FP8
 from shardwise.precision.fp8_native import native_problem
 from shardwise.precision.policy import Stored, ineligible, multiplies_stacks, short_name
+from shardwise.shard.found import Found
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
 from shardwise.words import aligned, size_text
-
-if TYPE_CHECKING:
-    from shardwise.shard.wrap import Found
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ A gradient goes through three of the placements, and is in at most one buffer fo
 
     param.grad --pack--> flat (wire dtype, whole) --reduce-scatter--> .grad (main dtype, shard)
 
-Sums are scaled once, in the last collective or after it. A trainable parameter of a group that is
-reduced, to which no microbatch brought a gradient on this rank, is sent as NaN with the last
-microbatch (or as zeros, ``unused_parameters="zeros"``): nothing is sent to find out whether another
-rank has one, and if so the result is loud. Where no rank has one, ``.grad`` stays None.
+Sums are scaled once, in the last collective or after it. A parameter of a group that is reduced, to
+which no microbatch brought a gradient on this rank, is sent as NaN with the last microbatch (or as
+zeros, ``unused_parameters="zeros"``): nothing is sent to find out whether another rank has one, and
+if so the result is loud. Where no rank has one, ``.grad`` stays None.
 """
 
 from __future__ import annotations
@@ -24,28 +24,34 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.buffer import Buffer
 from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, Source, counted
-from shardwise.placements import PARTIAL, SHARD, steps
+from shardwise.mesh import Ranks
+from shardwise.placements import PARTIAL, SHARD, Placements, steps
 from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
+from shardwise.shard.flow import Flow
 from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
-
-if TYPE_CHECKING:
-    from shardwise.shard.flow import Flow
-    from shardwise.shard.group import Group
 
 
 class Gradients:
     """The gradients of one group. Refers to its tensors, not to the group."""
 
-    def __init__(self, group: Group, divisor: float | None) -> None:
-        self.placements, self.ranks, self.layout = group.placements, group.ranks, group.layout
+    main: Buffer
+    sharded: Sequence[nn.Parameter]  # at rest
+    unsharded: Sequence[Any]  # the leaves, which refer to this object
+
+    def __init__(
+        self, layout: Layout, ranks: Ranks, placements: Placements, divisor: float | None
+    ) -> None:
+        self.placements, self.ranks, self.layout = placements, ranks, layout
         self.divisor = divisor  # of the sum; None: the number of ranks
         self.sum_only = False  # sum in collectives and divide after, never in one pass
         self.last = True  # whether this microbatch is reduced as far as main
@@ -57,6 +63,7 @@ class Gradients:
         self.arrived: Callable[[], None] = lambda: None
         self.missing: set[int] = set()  # what this backward will bring and has not brought
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
+        self.late = False  # whether forwards say that some gradients will be delayed
         self._wanted: set[int] = set()  # what this backward was asked for
         self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
         # By parameter: whether a gradient came since the last time that they were published.
@@ -83,13 +90,19 @@ class Gradients:
         self._nothing_inside = all(placement == PARTIAL for placement in grad)
         self._scatters = any(scatters for _, scatters in self._inside + self._outside)
 
-    def follow(self, group: Group) -> None:
+    def follow(
+        self,
+        main: Buffer,
+        sharded: Sequence[nn.Parameter],
+        unsharded: Sequence[Any],
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        pin: bool,
+    ) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        self.main, self._stamp = group.main, group.main.writes
-        self.sharded, self.unsharded = group.sharded, group.unsharded
-        self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
-        self.device = group.device if not group.main.flat.is_meta else group.main.flat.device
-        self.pin = group.pin
+        self.main, self._stamp = main, main.writes
+        self.sharded, self.unsharded = sharded, unsharded
+        self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
         self._packed, self._nodes = None, {}
         me = weakref.ref(self)
         for index, leaf in enumerate(self.unsharded):
@@ -298,8 +311,8 @@ class Gradients:
         quiet: list[Tensor] = []
         for index, view in enumerate(self._views()):
             if index not in self.written:
-                absent = final and self.unused == "none" and self.unsharded[index].requires_grad
-                absent = absent and not self.seen[index] and self.sharded[index].grad is None
+                absent = final and self.unused == "none" and not self.seen[index]
+                absent = absent and self.sharded[index].grad is None
                 (loud if absent else quiet).append(view)
                 if absent and comm.observer is not None:
                     comm.observer.lacks(self.name(index))
@@ -318,6 +331,7 @@ class Gradients:
             kept, self.keep = flat, False
             flat, block = self._open().copy_(kept), self._block
             self.flat = self._block = None
+            self._view_cache = (None, [])  # else views of ``kept`` would stay in memory
         if block is None:
             self._view_cache = (None, [])
         return flat, block
@@ -439,7 +453,8 @@ class Gradients:
         for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
             parameter: Any = self.sharded[index]
             trained = self.unsharded[index].requires_grad
-            if not (came[index] or (trained and self.unused == "zeros")):
+            told = came[index] or (trained and self.unused == "zeros")
+            if not told and before[index] is None:
                 continue
             piece = ready.as_strided(shape, strides, at)
             cut: Cut = parameter.cut
@@ -459,7 +474,7 @@ class Gradients:
                     own.add_(grad)
                 with plain_attributes():
                     GRAD.__set__(parameter, own)
-            if grad_hooks(parameter):
+            if told and grad_hooks(parameter):
                 hooked.append(parameter)
         if hooked:
             flow.wait_on_host()  # hooks may read the gradients on the host

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,17 @@ from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.cut import Rows
 from shardwise.layout import Layout
-from shardwise.memory import CACHING, Block, weakly
+from shardwise.memory import CACHING, Block
 from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placement, Placements, steps
 from shardwise.precision import Precision
 from shardwise.shard.codec import Cast, Codec
 from shardwise.shard.compat import plain_attributes
+from shardwise.shard.flow import Flow
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.parameter import AnyLeaf, carry_attributes, leaf_over
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import Tile
-
-if TYPE_CHECKING:
-    from shardwise.shard.flow import Flow
 
 
 class Planes:
@@ -142,7 +140,7 @@ class Group:
         for index, (value, requires_grad) in enumerate(zip(values, trained, strict=True)):
             self.sharded.append(self._at_rest(index, requires_grad))
             carry_attributes(value, self.sharded[-1])
-        self.gradients = Gradients(self, divisor)
+        self.gradients = Gradients(layout, ranks, placements, divisor)
         self._build()
 
     # ------------------------------------------------------------------ construction
@@ -180,8 +178,6 @@ class Group:
         self.awaited: int | None = None  # writes to main that the gather lane has waited for
         if not self.aliased:
             self.whole = Planes(codec, self.layout, self.ranks, everywhere, device)
-            for block in self.whole.blocks:
-                block.moved = weakly(self._point)
             sent = codec
             if codec.staged_because(self.layout):
                 args = self.layout, self.ranks, everywhere, device, "staging"
@@ -197,7 +193,8 @@ class Group:
         ]
         for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
             carry_attributes(sharded, leaf)
-        self.gradients.follow(self)
+        wire_dtype = self.precision.wire_dtype(self.parameter_dtype)
+        self.gradients.follow(main, self.sharded, self.unsharded, wire_dtype, device, self.pin)
         if self.comes_and_goes:
             self.whole.release()  # type: ignore[union-attr]
 
@@ -206,12 +203,6 @@ class Group:
             return self.main.views()
         tensors = self.whole.tensors
         return [self.codec.view(tensors, self.layout, i) for i in range(len(self.items))]
-
-    def _point(self) -> None:
-        """The weights have got other memory (numpy had shared the old one)."""
-        self._plans = {}
-        for leaf, view in zip(self.unsharded, self._views(), strict=True):
-            leaf.show(view.data)
 
     @property
     def blocks(self) -> list[Block]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -25,13 +25,12 @@ from shardwise.memory import weakly
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.compat import at_end_of_backward, backward_id
+from shardwise.shard.debugging import watch_if_asked
 from shardwise.shard.flow import Flow
 from shardwise.shard.parameter import AnyLeaf
 from shardwise.words import quoted
 
-if TYPE_CHECKING:
-    from shardwise.shard.unit import Unit
-
+Unit: TypeAlias = Any  # that of ``unit.py``, which stands on this file
 LEFT_ALONE = "_shardwise_left_alone"  # an attribute of parameters that each rank updates by itself
 
 
@@ -61,6 +60,7 @@ class Model(Flow):
             if inner is not None:
                 units.setdefault(inner, name)
         _check_first_forward(root, units)
+        watch_if_asked(root)
         groups = [group for inner in units for group in inner.groups]
         device = groups[0].device if groups else torch.device("cpu")
         model = Model(list(units), device, lanes=unit._comm_ctx.lanes, **unit.options)

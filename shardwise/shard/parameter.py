@@ -9,7 +9,7 @@ the zeroing with ``fresh_main_grad()``. The kernel may give autograd any gradien
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.hooks import OWNER
 from shardwise.precision.fp8_weight import Coded
+from shardwise.shard.gradient import Gradients
 from shardwise.tile import Tile
-
-if TYPE_CHECKING:
-    from shardwise.shard.gradient import Gradients
-
-_DATA: Any = torch.Tensor.data
 
 
 class _Leaf:
-    # Set by a forward whose backward will call ``delay()``: the parameter is no input of a node,
-    # so no graph shows that a gradient will come.
-    delayed = False
     # Whether a kernel that wrote ``main_grad`` gave autograd nothing, so that a gradient from
     # autograd is of other uses and counts too.
     others_count = False
@@ -53,6 +46,16 @@ class _Leaf:
     def delay(self) -> None:
         """Declare, inside a backward, that the gradient may come after the end of this backward."""
         self._of_group.delay(self._index)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a forward has said that its backward will call ``delay()``. The parameter is no
+        input of a node then, so no graph shows that a gradient will come."""
+        return self._of_group.late
+
+    @delayed.setter
+    def delayed(self, value: bool) -> None:
+        self._of_group.late = self._of_group.late or value
 
     @property
     def grad_added_to_main_grad(self) -> bool:
@@ -79,13 +82,6 @@ class _Leaf:
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Register the hook on the parameter at rest, whose gradient the hook will read."""
         return self._of_group.sharded[self._index].register_post_accumulate_grad_hook(hook)
-
-    # ------------------------------------------------------------------ memory
-
-    def show(self, memory: Tensor) -> None:
-        """Be a view of this memory. The parameter keeps its version counter, so for autograd a
-        gather is no change of it."""
-        _DATA.__set__(self, memory)
 
     def local_gradient(self, grad: Tensor) -> Tensor:
         """The gradient that autograd brought, as a plain tensor of the shape that is laid out."""
@@ -137,9 +133,6 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
         plain: Any = DTensor.__tensor_unflatten__(inner, context, size, stride)
         return TileLeaf._around(plain._local_tensor, plain._spec, plain.requires_grad)
 
-    def show(self, memory: Tensor) -> None:
-        self._local_tensor = memory
-
     def local_gradient(self, grad: Tensor) -> Tensor:
         return self._tile.local_gradient(grad)
 
@@ -150,11 +143,6 @@ class CodedLeaf(_Leaf, Coded):
     @property
     def called(self) -> str:  # type: ignore[override]
         return f"'{self._of_group.name(self._index)}'"
-
-    def show(self, memory: Tensor) -> None:
-        assert isinstance(memory, Coded)
-        for name in memory.__tensor_flatten__()[0]:
-            setattr(self, name, getattr(memory, name))
 
 
 AnyLeaf = Leaf | TileLeaf | CodedLeaf

@@ -18,7 +18,7 @@ the groups before it are through.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -63,6 +63,9 @@ class Unit:
         self.name, self.precision = name, precision
         self.modules = [weakref.ref(module) for module in modules]
         self.groups, self.places = list(groups), list(places)
+        self.places_of: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in groups]
+        for parameters, local, number, index in places:
+            self.places_of[number].append((parameters, local, index))
         self.release_after_forward, self.kept_axis = release_after_forward, kept_axis
         self.release_after_backward = self.gather_in_backward = True
         self.sync = self.last = self.reduce_outer = True
@@ -152,7 +155,7 @@ class Unit:
         """All modules have run (or the root's forward is over, and some have): put weights away."""
         self.ran.clear()
         if not self.waits:
-            self.wait()  # also for groups that no module has waited for
+            self.wait_for(range(len(self.groups)))  # also for those that no module has waited for
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
                 self.put_away(part=torch.is_grad_enabled())
@@ -197,10 +200,12 @@ class Unit:
         for group in self.groups:
             group.wait(self.runtime)
 
-    def wait_for(self, numbers: Sequence[int], *_: Any) -> None:
+    def wait_for(self, numbers: Iterable[int], *_: Any) -> None:
         """A module that reads these groups runs next (``overlap_gather``)."""
         for number in numbers if self.model is not None else ():
-            self.groups[number].wait(self.model)  # type: ignore[arg-type]
+            if self.groups[number].pending:
+                self.groups[number].wait(self.runtime)
+                self._show(number)
 
     def expose(self, wait: bool = True) -> None:
         """Let the modules see whole weights. Without ``wait`` each module waits for its own."""
@@ -210,10 +215,17 @@ class Unit:
         self.show()
 
     def show(self) -> None:
+        """Show what has come; :meth:`wait_for` shows the rest."""
         if not self.shown:
             self.shown = True
-            for parameters, name, number, index in self.places:
-                parameters[name] = self.groups[number].unsharded[index]
+            for number, group in enumerate(self.groups):
+                if not group.pending:
+                    self._show(number)
+
+    def _show(self, number: int) -> None:
+        leaves = self.groups[number].unsharded
+        for parameters, name, index in self.places_of[number]:
+            parameters[name] = leaves[index]
 
     def hide(self) -> None:
         """Let the modules hold the parameters at rest."""
@@ -317,7 +329,7 @@ class Unit:
         while self.turn < len(self.groups) and not self.runtime.for_inputs:
             group = self.groups[self.turn]
             gradients = group.gradients
-            stays = not group.comes_and_goes and not gradients.missing
+            stays = not (group.comes_and_goes or gradients.missing or gradients.late)
             if gradients.delayed or not (self.backward == "behind" or stays):
                 return False
             self.turn += 1

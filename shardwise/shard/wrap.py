@@ -7,117 +7,37 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.agreement import raise_together
 from shardwise.hooks import OWNER
 from shardwise.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
 from shardwise.mesh import Ranks
-from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.shard.compat import register_with_torch
 from shardwise.shard.formats import codec_of, stored_as, warn_of_decoding
+from shardwise.shard.found import Found, experts_text, find_parameters, outermost, spread_linear
 from shardwise.shard.group import Group
 from shardwise.shard.model import LEFT_ALONE
-from shardwise.shard.module import ShardedModule, unit_of
-from shardwise.shard.parameter import carry_attributes
+from shardwise.shard.module import ShardedModule
+from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
-from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_of
 from shardwise.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
-# An attribute of parameters in a plan: whether ranks of tensor parallelism hold different shapes.
-UNEVEN = "_shardwise_uneven"
-
 # "tensor" promises that no matrix is cut; fully_shard refuses it if padding would be too much.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
-
-
-@dataclass(eq=False)
-class Found:
-    """One parameter and every place where it is registered."""
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[dict[str, Any], str]]
-    modules: list[nn.Module] = field(default_factory=list)  # the modules that register it
-
-    @cached_property
-    def local(self) -> Tensor:
-        """The tensor to lay out: the parameter itself, or this rank's tile of a DTensor, with the
-        attributes of the parameter."""
-        if not isinstance(self.parameter, DTensor) or isinstance(self.parameter, ShardedTensor):
-            return self.parameter
-        tile = self.parameter._local_tensor.detach()
-        tile.requires_grad_(self.parameter.requires_grad)
-        carry_attributes(self.parameter, tile)
-        return tile
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that is laid out."""
-        return tuple(self.local.shape)
-
-    @cached_property
-    def uneven(self) -> bool:
-        """Whether ranks of tensor parallelism hold tiles of different shapes."""
-        parameter = self.parameter
-        if not isinstance(parameter, DTensor):
-            return getattr(parameter, UNEVEN, False)
-        parts: dict[int, int] = {}  # by dimension: the number of parts that it is cut into
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            if isinstance(placement, Shard):
-                parts[placement.dim] = parts.get(placement.dim, 1) * size
-        return any(parameter.shape[dim] % number for dim, number in parts.items())
-
-
-def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """``modules`` without repetitions, and without modules that are inside others of the list."""
-    inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    return [module for module in dict.fromkeys(modules) if id(module) not in inner]
-
-
-def modules_below(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(path with a dot at its end, module) below ``roots``, without wrapped modules and what is
-    inside of them."""
-    seen: set[nn.Module] = set()
-    several = len(roots) > 1
-    named = [(f"{number}." if several else "", root) for number, root in enumerate(roots)]
-    waiting = [(path, root, True) for path, root in reversed(named)]
-    while waiting:
-        path, module, is_root = waiting.pop()
-        if module in seen or (unit_of(module) is not None and not is_root):
-            continue
-        seen.add(module)
-        yield path, module
-        children = [(f"{path}{name}.", child, False) for name, child in module.named_children()]
-        waiting += reversed(children)
-
-
-def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
-    """Parameters below ``roots`` that no inner unit owns, in the order of registration. A tied
-    parameter is listed once."""
-    found: dict[int, Found] = {}
-    left = {id(parameter) for parameter in ignored}
-    for path, module in modules_below(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in left:
-                entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
-                entry.places.append((module._parameters, name))
-                entry.modules.append(module)
-    return list(found.values())
 
 
 def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
@@ -147,23 +67,6 @@ def wrap_units(model: nn.Module) -> list[nn.Module]:
         else:
             waiting += list(module.children())[::-1]
     return [*outermost(blocks), model]
-
-
-def spread_linear(found: Found) -> GroupedLinear | None:
-    """The linear that a parameter of spread experts belongs to; None for other parameters."""
-    for module in found.modules:
-        if isinstance(module, GroupedLinear) and module.is_spread:
-            return module
-    return None
-
-
-def experts_text(found: Found) -> str:
-    """The numbers of the experts in a parameter of spread experts, in words; "" for others."""
-    linear = spread_linear(found)
-    if linear is None:
-        return ""
-    first, last = linear.first_expert, linear.first_expert + linear.num_experts - 1
-    return f"experts {first} to {last} of {linear.total_experts}"
 
 
 def _experts_axis(found: Sequence[Found]) -> comm.Axis | None:
@@ -326,14 +229,15 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> None:
     """Show the parameters at rest, move buffers, change classes and add hooks."""
+    classes = [_wrapped_class(type(root)) for root in roots]  # may raise: nothing has changed yet
     unit.shown = True
     unit.hide()
-    for root in roots:
+    for root, wrapped in zip(roots, classes, strict=True):
         for module in root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
-        root.__class__ = _wrapped_class(type(root))
+        root.__class__ = wrapped
         # Past __setattr__: an OptimizedModule would set the attribute of the module inside.
         vars(root)["_shardwise_unit"] = unit
         register_with_torch(root, unit)
@@ -358,9 +262,6 @@ def _wrapped_class(original: type) -> type:
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``save_pretrained`` of transformers and peft, with whole weights. All ranks call it, and
     rank 0 writes."""
-    # Until the switch: the old file does not know the engine, and is right for both.
-    from shardwise.shard.state_dict import full_state_dict
-
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = full_state_dict(self, only_first_rank=True)
     kwargs.setdefault("is_main_process", torch.distributed.get_rank() == 0)

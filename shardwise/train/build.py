@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -238,7 +238,7 @@ def check_compiler(config: TrainConfig, world: World) -> None:
 
 def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = weights_on(world.device, config)
-    return named_precision(weights, config.optimizer, experts=config.model.num_experts > 0)
+    return named_precision(weights, experts=config.model.num_experts > 0)
 
 
 def weights_on(device: torch.device, config: TrainConfig) -> str:
@@ -248,11 +248,9 @@ def weights_on(device: torch.device, config: TrainConfig) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def named_precision(weights: str, optimizer: str = "muon", *, experts: bool) -> Precision:
+def named_precision(weights: str, *, experts: bool) -> Precision:
     """The precision of this name; gradients are reduced and main weights are stored in fp32."""
-    # AdamW's kernel reads gradients of any dtype.
-    gradients: Literal["main", "computed"] = "computed" if optimizer == "adamw" else "main"
-    precision = Precision(weights=weights, reduce="fp32", gradients=gradients)
+    precision = Precision(weights=weights, reduce="fp32")
     if precision.format is None or not experts:
         return precision
     # A router in fp8 would send tokens to other experts, because of the rounding.

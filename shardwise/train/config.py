@@ -27,7 +27,7 @@ OptimizerName = Literal[
     "scion",
     "spectral_lion",
 ]
-PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d", "fp8_block"]
+PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "fp8_block"]
 Choice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
 DocumentChoice = Literal["auto", "apart", "joined"]
@@ -120,9 +120,9 @@ class TrainConfig:
         decay: fraction of the steps, at the end, in which learning rates decrease (``wsd``).
         final: learning rates at the last step, as a fraction of the full ones.
         clip: the largest norm of the gradient; a gradient with a larger norm is scaled down.
-        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``,
-            ``mxfp8_2d`` and ``fp8_block`` store the linear layers in fp8 and all else in bf16; the
-            run prints the rest and why. ``fp8_block`` also multiplies in fp8. Main weights: fp32.
+        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``
+            and ``fp8_block`` store the linear layers in fp8 and all else in bf16; the run prints
+            the rest and why. ``fp8_block`` also multiplies in fp8. Main weights: fp32.
         final_bf16: fraction of the steps, at the end of a run in fp8, that are computed in bf16.
             The run saves a checkpoint there and continues from it in bf16.
         compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs,

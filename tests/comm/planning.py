@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.placements import STRATEGIES
 from shardwise.report.plan import Plan, plan
-from shardwise.shard.wrapping import wrap_units
+from shardwise.shard.wrap import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
 from tests.one_card import ranks_device
@@ -24,11 +24,8 @@ PRECISIONS = {
     "fp32": sw.Precision(),
     "bf16": sw.Precision(weights="bf16", reduce="fp32"),
     "bf16 wire": sw.Precision(weights="bf16"),
-    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol", reduce="fp32"),
     "mxfp8": sw.Precision(weights="mxfp8"),
-    "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
     "fp8_block": sw.Precision(weights="fp8_block", reduce="fp32"),
-    "mxfp8 rows": sw.Precision(weights="mxfp8_rowcol", reduce="fp32", include=("*", "embedding.*")),
 }
 Facts = dict[str, Any]
 
@@ -63,20 +60,6 @@ def uneven() -> Model:
     for number, layer in enumerate(model.layers):
         layer.up = nn.Linear(10, 30 + 64 * (number % 3))
         layer.down = nn.Linear(30 + 64 * (number % 3), 10)
-    return model
-
-
-def with_words() -> Model:
-    """An embedding of whole blocks of 32 rows, larger than what is decoded as a whole."""
-    model = Model(32, 3)
-    model.embedding = nn.Embedding(128, 32)
-    return model
-
-
-def tied_words() -> Model:
-    model = with_words()
-    model.head = nn.Linear(32, 128)
-    model.head.weight = model.embedding.weight
     return model
 
 
@@ -134,14 +117,12 @@ MODELS: dict[str, Any] = {
     "uneven": uneven,
     "blocks of 32": lambda: Model(32, 3),
     "wide": lambda: Model(256, 2),
-    "words": with_words,
-    "tied words": tied_words,
     "recomputing": Recomputing,
     "stacked": Stacked,
 }
 # Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
 # and the memory for decoded matrices grows in it.
-SETTLES = ("half frozen", "born narrow", "blocks of 32", "words", "tied words", "recomputing")
+SETTLES = ("half frozen", "born narrow", "blocks of 32", "recomputing")
 
 
 def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
@@ -166,9 +147,7 @@ def wrap(model: nn.Module, world_size: int, strategy: str, precision: str, optio
     mesh = mesh_for(placements, world_size)
     common: Facts = {"mesh": mesh, "placements": placements, "precision": PRECISIONS[precision]}
     if "bucket_mb" in options:
-        overlap = "step" if options.get("gather_in_step") else False
-        bucket_mb = options["bucket_mb"]
-        sw.data_parallel(model, bucket_mb=bucket_mb, overlap_gather=overlap, **common)
+        sw.data_parallel(model, bucket_mb=options["bucket_mb"], **common)
     else:
         for module in wrap_units(model):
             sw.fully_shard(module, **common, **options)

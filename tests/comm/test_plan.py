@@ -12,7 +12,6 @@ import torch
 import shardwise as sw
 from shardwise import comm
 from shardwise.division import Evenly
-from shardwise.layout import ELEMENT
 from shardwise.report.plan import Plan, plan
 from tests.comm.planning import (
     CASES,
@@ -25,7 +24,6 @@ from tests.comm.planning import (
     check_all,
     facts_of,
     mesh_shape,
-    with_words,
     wrap,
 )
 from tests.memory.helpers import Books
@@ -77,51 +75,21 @@ def test_plan_is_exact_for_parts_kept() -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
 def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
-    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8_2d", 1), ("mxfp8", 1)]
-    few = strategy not in ("zero1", "zero3", "hfsdp")
-    assert_planned(world_size, "blocks of 32", strategy, cases[:2] if few else cases)
+    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8", 2)])
     if strategy in ("zero1", "zero3", "hfsdp"):
         assert_planned(world_size, "wide", strategy, [("fp8_block", 1)])
 
 
 def test_plan_is_exact_for_parts_of_planes_kept() -> None:
-    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8_2d", 1)]
-    assert_planned(4, "blocks of 32", "zero3", cases, reshard_after_forward=2)
-    assert_planned(4, "words", "zero3", [("mxfp8 rows", 1)], reshard_after_forward=2)
+    assert_planned(4, "blocks of 32", "zero3", [("mxfp8", 2)], reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_plan_is_exact_for_embeddings_in_mxfp8(strategy: str) -> None:
+def test_plan_is_exact_for_weights_that_are_read_again(strategy: str) -> None:
     world_size = 4 if strategy == "hfsdp" else 3
-    for model_name in ("words", "tied words"):
-        assert_planned(world_size, model_name, strategy, [("mxfp8 rows", 2)])
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
-    world_size = 4 if strategy == "hfsdp" else 3
-    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8", 1), ("mxfp8_2d", 1), ("mxfp8 rows", 1)]
-    cases.append(("bf16", 1))
-    some = {"zero1": slice(0, 3, 2), "zero3": slice(0, None, 2), "hfsdp": slice(1, None, 2)}
-    assert_planned(world_size, "recomputing", strategy, cases[some[strategy]])
+    assert_planned(world_size, "recomputing", strategy, [("bf16", 2)])
     if strategy == "zero3":
-        assert_planned(4, "recomputing", strategy, cases[:1], reshard_after_forward=2)
-        grain = {"grain": ELEMENT}  # blocks are cut, so bf16 travels: once for both planes
-        assert_planned(world_size, "recomputing", strategy, cases[:1], **grain)
-
-
-def test_backward_gathers_no_embedding() -> None:
-    sent = {}
-    for name in ("mxfp8_rowcol", "mxfp8 rows"):
-        with torch.device("meta"):
-            model = with_words()
-        made = plan(model, {"dp": 2}, precision=PRECISIONS[name], reshard_after_forward=True)
-        sent[name] = {phase: nbytes for phase, (_, nbytes, _) in made.gathered.items()}
-    rows, columns = 128, 32
-    for phase, coded in (("forward", 33 / 32), ("backward", 0)):
-        others = sent["mxfp8_rowcol"][phase] - 2 * rows * columns
-        assert sent["mxfp8 rows"][phase] == others + coded * rows * columns > 0
-    assert made.formats["mxfp8_rows"] == (1, rows * columns, (rows * columns * 33 // 32,))
+        assert_planned(4, "recomputing", strategy, [("bf16", 1)], reshard_after_forward=2)
 
 
 def gathered_in_backward(facts: Facts) -> int:
@@ -131,17 +99,14 @@ def gathered_in_backward(facts: Facts) -> int:
 
 
 def test_a_phase_of_zero3_gathers_half_the_bytes_of_bf16() -> None:
-    """One plane, 1.03 bytes against 2; norms and biases, 0.4 % of these layers, stay bf16."""
-    cases: list[Case] = [("bf16", 1), ("mxfp8_rowcol", 1), ("mxfp8_2d", 1)]
+    """1.03 bytes against 2; norms and biases, 0.4 % of these layers, stay bf16."""
+    cases: list[Case] = [("bf16", 1), ("mxfp8", 1)]
     for result in run_ranks(check_all, 2, "wide", "zero3", cases, {}):
-        bf16, rows, squares = (gathered_in_backward(steps[1]) for _, _, steps, _ in result)
-        assert 0.50 < rows / bf16 <= 0.52
-        assert 0.50 < squares / bf16 <= 0.51
+        bf16, coded = (gathered_in_backward(steps[1]) for _, _, steps, _ in result)
+        assert 0.50 < coded / bf16 <= 0.52
     with torch.device("meta"):
-        made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8_rowcol"])
-    parameters, elements, planes = made.formats["mxfp8_rowcol"]
-    assert parameters == 4 and planes == (elements * 33 // 32,) * 2, "a row and a column plane"
-    assert rows == made.gathered["backward"][1]
+        made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8"])
+    assert coded == made.gathered["backward"][1]
     assert "stored as mxfp8" in str(made) and "gathered in backward" in str(made)
 
 
@@ -183,10 +148,7 @@ def check_muon(
         # Replicas gather nothing of their own accord.
         replicas = strategy == "zero0"
         exchanged = Counter(one for one in calls if replicas or one.operation == "all_to_all")
-        if options.get("gather_in_step"):
-            phases["step"] = Counter(calls) - exchanged
-        else:
-            assert Counter(calls) == exchanged
+        assert Counter(calls) == exchanged
     peak = {kind: n - before.get(kind, 0) for kind, n in sorted(sw.ledger.peak.items())}
     facts = {
         "rest": rest,
@@ -246,50 +208,13 @@ def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_si
     assert_exchanged(strategy, world_size, "uneven")
 
 
-@pytest.mark.parametrize("early", [{}, {"gather_in_step": True}, {"bucket_mb": 1}], ids=str)
+@pytest.mark.parametrize("early", [{}, {"bucket_mb": 1}], ids=str)
 def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
     """Four replicas and one matrix: one of them would receive and send four copies."""
     made = assert_exchanged("zero0", 4, "single", **early)
     assert [type(one) for one in made.divisions.values()] == [Evenly]
     assert made.matrices is not None
     assert {call.operation for call in made.exchanged} == {"all_to_all", "all_gather"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "model_name", "precision"),
-    [("zero0", 2, "uneven", "bf16"), ("zero1", 3, "uneven", "fp32")]
-    + [("zero2", 3, "blocks of 32", "mxfp8_rowcol")],
-)
-def test_a_step_that_gathers_is_planned_to_the_byte(
-    strategy: str, world_size: int, model_name: str, precision: str
-) -> None:
-    """Matrices in waves, a round of the exchange each, and gathers in the step, none in forward."""
-    made = assert_exchanged(strategy, world_size, model_name, precision, gather_in_step=True)
-    with torch.device("meta"):
-        model = MODELS[model_name]()
-    together = plan(model, {"dp": world_size}, strategy, optimizer="muon", device=ranks_device())
-    assert made.matrices is not None and together.matrices is not None
-    rounds = [sum(one.exchanged.values()) for one in (made, together)]
-    assert rounds[0] > rounds[1] or model_name != "uneven", "one for each wave that travels"
-    assert not made.phases["forward"] and bool(made.phases["step"]) == (strategy != "zero0")
-    if made.phases["step"]:
-        assert "gathered in step" in str(made)
-
-
-def test_weights_that_are_not_kept_are_not_gathered_in_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shardwise.report.suggest.MAX_RANKS", 4)
-    with torch.device("meta"):
-        model = MODELS["plain"]()
-    with pytest.raises(
-        ValueError, match=r"gather_in_step=True under .* use zero\(1\) or zero\(2\)"
-    ):
-        plan(model, {"dp": 2}, "zero3", gather_in_step=True)
-    with pytest.raises(ValueError, match="gather_in_step='no': choose True or False"):
-        plan(model, {"dp": 2}, "zero1", gather_in_step="no")
-    made = plan(model, {"dp": 2}, "zero1", gather_in_step=True, memory=1)
-    assert made.suggestions, "of which some shard compute weights too"
 
 
 # ------------------------------------------------------------------------------ data_parallel
@@ -301,13 +226,12 @@ KILOBYTE = 2**-10
 def test_plan_is_exact_for_buckets(strategy: str) -> None:
     assert_planned(3, "uneven", strategy, SOME[strategy], bucket_mb=4 * KILOBYTE)
     assert_planned(2, "half frozen", strategy, FEW[strategy == "zero1" :][:1], bucket_mb=2**-9)
-    assert_planned(2, "tied words", strategy, [("mxfp8 rows", 2)], bucket_mb=256)
 
 
 @pytest.mark.parametrize(
     ("strategy", "model_name", "precision", "options"),
-    [("zero0", "uneven", "bf16", {}), ("zero1", "uneven", "fp32", {"gather_in_step": True})]
-    + [("zero2", "blocks of 32", "mxfp8_rowcol", {"gather_in_step": True})]
+    [("zero0", "uneven", "bf16", {}), ("zero1", "uneven", "fp32", {})]
+    + [("zero2", "blocks of 32", "mxfp8", {})]
     + [("zero1", "stacked", "fp32", {"bucket_mb": 1})],
 )
 def test_buckets_under_muon_are_planned_to_the_byte(

@@ -94,23 +94,6 @@ def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     assert {p.dtype for p in net.parameters()} == {torch.float64}
 
 
-@on_ranks(2)
-def test_what_was_frozen_when_it_was_wrapped_and_is_trained_later_is_told(
-    rank: int, world_size: int
-) -> None:
-    """Its main weights are bf16, and an optimizer of torch's says nothing of it."""
-    for main in (None, "fp32"):
-        net = born(torch.bfloat16, frozen=True)
-        wrap(net, world_size, precision=sw.Precision(main=main))
-        with logged() as texts:
-            word_loss(net, rank).backward()
-            assert not texts
-            net.head.requires_grad_(True)
-            word_loss(net, rank).backward()
-        assert bool(texts) == (main is None and rank == 0), texts
-        assert not texts or ("'head." in texts[0] and "Precision(main='fp32')" in texts[0])
-
-
 def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     model = born(torch.bfloat16)
     optimizer_of(model)

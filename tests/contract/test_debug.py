@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import comm, streams
 from shardwise.shard.debugging import debug
-from tests.contract.helpers import STRATEGIES, WIDTH, logged, ranks_for, vector_loss, wrap
+from tests.contract.helpers import STRATEGIES, WIDTH, logged, raised, ranks_for, vector_loss, wrap
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -57,6 +58,13 @@ def writes_nan(net: Any, optimizer: Any, rank: int) -> None:
     optimizer.step()
 
 
+def writes_to_one_replica(net: Any, optimizer: Any, rank: int) -> None:
+    vector_loss(net, rank).backward()
+    if rank == 0:  # which holds all of this weight
+        net.blocks[1].weight.to_local().mul_(2)
+    optimizer.step()
+
+
 MISTAKES: dict[Callable[..., None], str] = {
     skips: "blocks.2",
     steps_alone: "SGD.step()",
@@ -83,6 +91,24 @@ def test_a_mistake_of_some_ranks_is_named_on_all(
 ) -> None:
     found = run_ranks(run, ranks_for(strategy), strategy, mistake, fresh=True)
     assert len(set(found)) == 1 and MISTAKES[mistake] in found[0], found
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "hsdp"])
+def test_replicas_that_differ_are_named_on_all_ranks(strategy: str) -> None:
+    found = run_ranks(run, ranks_for(strategy), strategy, writes_to_one_replica, fresh=True)
+    assert len(set(found)) == 1 and "replicas of 'blocks.1.weight' differ" in found[0], found
+
+
+def from_the_environment(rank: int, world_size: int) -> str:
+    os.environ["SHARDWISE_DEBUG"] = "1"  # after the import, before the first forward
+    net = wrap(Blocks(), world_size, "zero3")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return raised(lambda: writes_nan(net, optimizer, rank), RuntimeError)
+
+
+def test_the_environment_switches_debug_on() -> None:
+    for message in run_ranks(from_the_environment, 2, fresh=True):
+        assert MISTAKES[writes_nan] in message
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "data_parallel"])

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.layout import Layout
 from shardwise.shard.codec import Cast
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import units_of
-from shardwise.layout import Layout
 from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import shardwise as sw
-from shardwise.memory import ledger
 from tests.cases import pairwise
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
@@ -25,7 +22,6 @@ from tests.contract.helpers import (
     average_gradients,
     check_backward,
     pair,
-    raised,
     ranks_for,
     transient_bytes,
     vector_loss,
@@ -236,44 +232,6 @@ def test_a_kernel_may_read_the_weight_after_it_said_so(
         FusedLinear.late = False
 
 
-def train_as_computed(rank: int, size: int, strategy: str, microbatches: int) -> None:
-    """Bit for bit the same with gradients that are shown as autograd computed them."""
-    trained = {}
-    for shown in ("main", "computed"):
-        torch.manual_seed(3)
-        precision = sw.Precision(weights="bf16", reduce="fp32", gradients=shown)  # type: ignore[arg-type]
-        net = wrap(FusedNet(), size, strategy, precision=precision)
-        optimizer = sw.optimizer(net, elementwise=sw.adamw(lr=0.1), matrix=None)
-        for step in range(3):
-            for number in range(microbatches):
-                net.set_is_last_backward(number == microbatches - 1)
-                vector_loss(net, rank, step * microbatches + number).backward()
-            grads = [parameter.grad for parameter in net.parameters()]
-            alone = shown == "computed" and size == microbatches == 1
-            wanted = torch.bfloat16 if alone else torch.float32
-            assert grads and all(grad is not None and grad.dtype == wanted for grad in grads)
-            held = [weakref.ref(grad.to_local()) for grad in grads]
-            if alone:
-                assert ledger.current["grad"] == sum(grad.to_local().nbytes for grad in grads)
-            del grads
-            optimizer.clip_grad_norm(0.1, in_step=step != 1)
-            optimizer.step()
-            optimizer.zero_grad()
-            # Nothing but the parameters holds gradients that are not in the engine's memory.
-            assert not alone or all(one() is None for one in held)
-        trained[shown] = [parameter.full_tensor().detach() for parameter in net.parameters()]
-    for one, two in zip(*trained.values(), strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "microbatches", "size"),
-    [("zero0", 1, 1), ("zero3", 1, 1), ("zero3", 3, 1), ("zero1", 3, 1), ("zero3", 1, 2)],
-)
-def test_gradients_as_autograd_computed_them(strategy: str, microbatches: int, size: int) -> None:
-    run_ranks(train_as_computed, size, strategy, microbatches)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
 @on_ranks(ranks_for)
@@ -306,41 +264,3 @@ def test_a_backward_for_inputs_writes_no_gradient(
         assert_gradients_equal(net, plain)
         net.zero_grad()
         plain.zero_grad()
-
-
-class SetsGradient(torch.autograd.Function):
-    """x @ W.T, whose backward sets ``W.grad`` itself, as in one process it may."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter = weight
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.parameter.grad = grad.T @ x
-        return grad @ weight, None
-
-
-class Setting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return SetsGradient.apply(x, self.weight) + self.bias
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "data_parallel"])
-@on_ranks(2)
-def test_a_gradient_that_backward_sets_by_itself_is_refused(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """Nobody would reduce it: every rank would go on with its own."""
-    net = wrap(Setting(), world_size, strategy)
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "'weight'.grad = ... inside a backward" in message and "main_grad" in message, message
-    net.reset_iter_state()

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import unittest
 from typing import Any
 
 import pytest
@@ -215,44 +212,6 @@ def test_modules_may_be_materialised_one_by_one(rank: int, world_size: int, stra
             module.reset_parameters()
     assert_parameters_equal(net, plain, tolerance=0.0)
     check_backward(net, plain, word_loss, rank, world_size)
-
-
-class Turned(Net):
-    """A model with a table that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(10.0), persistent=False)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
-@pytest.mark.parametrize("made", ["nothing", "some", "loaded", "all"])
-@on_ranks(2, fresh=True)
-def test_values_that_nothing_has_written_since_to_empty_are_told_of(
-    rank: int, world_size: int, made: str, strategy: str
-) -> None:
-    """By their own names: a write to one parameter does not hide others of its buffer, of which the
-    first rank may have no piece. These are NaN, so that a loss tells of them as well."""
-    with torch.device("meta"):
-        net = Turned()
-    wrap(net, world_size, strategy)
-    net.to_empty(device="cpu")
-    values = Turned().state_dict()
-    missing = {"nothing": list(values), "some": ["norm.bias", "up.weight"]}.get(made, [])
-    loaded = {name: one for name, one in values.items() if not name.endswith(tuple(missing))}
-    net.load_state_dict(loaded, strict=False)
-    if made in ("some", "all"):
-        net.table = torch.arange(10.0)
-    with unittest.TestCase().assertLogs("shardwise.shard.members", "WARNING") as heard:
-        logging.getLogger("shardwise.shard.members").warning("-")
-        output = net(words(rank))
-    told = [line for line in heard.output if "nothing has written them" in line]
-    assert len(told) == (rank == 0 and made != "all"), heard.output
-    assert bool(output.isnan().any()) == bool(missing)
-    for names in (set(re.findall(r"(\w+\.\w+|\w+)'", line)) for line in told):
-        assert made != "some" or names == set(missing), names
-        assert made != "loaded" or names == {"table"}, names
-        assert made != "nothing" or len(names) > 2, names
 
 
 class Rotating(nn.Module):

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.shard.module import unit_of
 from tests.contract.helpers import (
-    MAIN_STRATEGIES,
     STRATEGIES,
     WIDTH,
     assert_at_rest,
@@ -23,7 +21,6 @@ from tests.contract.helpers import (
     check_backward,
     options_for,
     pair,
-    raised,
     ranks_for,
     transient_bytes,
     vector_loss,
@@ -166,25 +163,3 @@ def test_reentrant_checkpoints_around_all_that_is_trained(
     x = vectors(rank).requires_grad_()
     torch.autograd.grad(net.blocks[0](x).sum(), x)  # for chosen inputs: no gradient of a weight
     assert assert_gradients_equal(net, plain) == 4
-
-
-# ------------------------------------------------------------------------- the check is total
-
-
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-@on_ranks(ranks_for)
-def test_a_gradient_that_was_left_behind_is_named(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """A unit that is never allowed to reduce: what the check at the end is for."""
-    net, _ = pair(lambda: Mixed(("linear", "linear"), (0, 1)))
-    wrap_parts(net, options_for(strategy, world_size))
-    unit = unit_of(net.parts[0])
-    assert unit is not None
-    unit.reduce = lambda: None  # type: ignore[method-assign]
-    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    del unit.reduce
-    net.reset_iter_state()
-    vector_loss(net, rank).backward()
-    assert all(torch.isfinite(parameter.grad.to_local()).all() for parameter in net.parameters())
-    assert "steps.0.weight" in message and "parts.0" in message and "parts.1" not in message

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import unittest
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,28 +71,6 @@ def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: in
     message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
     assert type(net) is TiedNet, "the refusal changed nothing"
     assert "head.weight" in message and "tied" in message
-    # In one memory, as two parameters: each would get its own.
-    net = Net()
-    net.head.weight.data = net.embedding.weight.data
-    net.blocks[1].down.weight.data = net.blocks[0].up.weight.data.t()
-    net.register_buffer("seen", net.blocks[0].norm.weight.data)
-    state = net.state_dict()
-    sw.fully_shard(net.blocks[0], mesh=mesh)
-    sw.fully_shard(net.blocks[1], mesh=mesh)
-    message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
-    assert "'head.weight' lies in the memory of 'embedding.weight'" in message
-    assert "'blocks.1.down.weight' lies in the memory of 'blocks.0.up.weight'" in message
-    assert "'seen' lies in the memory of 'blocks.0.norm.weight'" in message
-    # Another model over the memory that a wrapped one began with is none of its parts.
-    del state["head.weight"], state["blocks.1.down.weight"], state["seen"]
-    net = Net()
-    net.load_state_dict(state, strict=False, assign=True)
-    word_loss(net, rank).backward()
-    net.kept = {"rows": net.embedding.weight.data[:4]}
-    with unittest.TestCase().assertLogs("shardwise.shard") if rank == 0 else nullcontext() as heard:
-        sw.fully_shard(net, mesh=mesh)
-    assert heard is None or "before wrapping are dropped: 'embedding.weight'" in str(heard.output)
-    assert heard is None or "'kept' of 'embedding.weight'" in str(heard.output)
 
 
 @on_ranks(2)
@@ -138,26 +113,3 @@ def test_a_unit_registered_under_two_names_works(rank: int, world_size: int, str
         check_backward(net, plain, word_loss, rank, world_size, step)
         assert_at_rest(net, before)
     assert torch.allclose(net(words(rank)), plain(words(rank)), atol=1e-5)
-
-
-class Remembering(nn.Module):
-    """Keeps a reference to a parameter where no module finds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(11, 8)
-        self.kept = [self.emb.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.emb(x), self.kept[0])
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2)
-def test_a_reference_from_before_wrapping_is_named(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    net = wrap(Remembering(), world_size, strategy)
-    x = torch.arange(4)
-    message = raised(lambda: net(x).square().mean().backward(), RuntimeError)
-    assert "'emb.weight'" in message and "before wrapping" in message

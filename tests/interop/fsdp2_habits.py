@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import shardwise as sw
 from tests.contract.helpers import assert_close, full, raised
 from tests.interop.fsdp2_contract import Tail, assert_same, both, case, step, trains, words
 from tests.one_card import UNTRACED, device_type
@@ -39,13 +37,9 @@ def trains_with(shard: Any, make: Any, tolerance: float = 1e-4) -> None:
     assert_same(net, plain, tolerance)
 
 
-@case("7 torch.optim.Muon: right, or refused with sw.Muon", torch_fails="differs by")
+@case("7 torch.optim.Muon", torch_fails="differs by")
 def torch_muon(shard: Any) -> None:
-    if shard is sw.fully_shard:
-        run = partial(trains_with, shard, lambda m: torch.optim.Muon(matrices(m)))
-        assert "sw.Muon" in raised(run, RuntimeError)
-    else:
-        trains_with(shard, lambda m: torch.optim.Muon(matrices(m)))
+    trains_with(shard, lambda m: torch.optim.Muon(matrices(m)))
 
 
 def matrices(model: Any) -> list[Any]:
@@ -302,10 +296,6 @@ def write_data(shard: Any) -> None:
         values = nn.utils.parameters_to_vector(plain.parameters()).detach() * 3
         nn.utils.vector_to_parameters(values, model.parameters())
     assert_same(net, plain)
-    if shard is sw.fully_shard:
-        one, other = net.blocks[0][0].weight, net.blocks[1][0].weight
-        swap = partial(setattr, one, "data", other.data)
-        assert "clone one first" in raised(swap, NotImplementedError)
 
 
 @case("habit: torch.compile of an optimizer's step", cpu_only=UNTRACED)

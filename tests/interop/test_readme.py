@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.shard.wrapping import wrap_units
+from shardwise.shard.wrap import wrap_units
 from tests.ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"

@@ -90,7 +90,7 @@ class Checker(TorchDispatchMode):
             resize[1](source, block)
 
         resize = Caching.acquire, Caching.release
-        for target in ("shard.flow", "engine.flow", "optim.exchange"):
+        for target in ("shard.flow", "optim.exchange"):
             self._patches.enter_context(patch(f"shardwise.{target}.Lanes", Lanes))
         self._patches.enter_context(patch.object(Caching, "acquire", acquire))
         self._patches.enter_context(patch.object(Caching, "release", release))

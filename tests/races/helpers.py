@@ -63,11 +63,9 @@ def name_memory(checker: Checker, model: nn.Module) -> None:
         for number, group in enumerate(unit.groups):
             of = f"{unit.name} group {number}"
             checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
-            if getattr(group, "compute", None) is not None:
-                checker.name(group.compute.flat, f"compute of {of}")
-            if not group.aliased:
-                for block in group.blocks:
-                    checker.name(block.tensor, f"whole of {of}")
+            for planes, what in ((group.whole, "whole"), (group._staged, "staged")):
+                for block in planes.blocks if planes is not None else ():
+                    checker.name(block.tensor, f"{what} of {of}")
 
 
 def backward(model: nn.Module, microbatch: int = 0, *, keep: bool = False) -> torch.Tensor:

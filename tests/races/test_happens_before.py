@@ -158,7 +158,7 @@ def call_submodule(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_graphs(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Two backwards of one graph. (A step between them is refused: tests/contract/test_changed.)"""
+    """Two backwards of one graph. (A step between them is refused.)"""
     for _ in range(2):
         loss = backward(model, keep=True)
         loss.backward()
@@ -298,11 +298,11 @@ def test_options_keep_the_order_of_lanes(
     assert all_races(meshes, runs, strategy, precision, **options) == {}
 
 
-# ------------------------------------------------------------------------------ gathers in a step
+# ------------------------------------------------------------------------------ buckets
 
 
 def step_and_write(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Writes after a step whose gathers are still under way: an average of weights, a load."""
+    """Writes right after a step: an average of weights, a load."""
     for _ in range(2):
         backward(model)
         step(optimizer)
@@ -316,15 +316,8 @@ def step_and_write(model: Model, optimizer: torch.optim.Optimizer) -> None:
     evaluate(model)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8_rowcol"])
-def test_gathers_inside_a_step_are_ordered(meshes: Meshes, precision: str) -> None:
-    for run in (train, step_and_write, save_between):
-        found = races(meshes, run, "zero1", precision, ours, gather_in_step=True)
-        assert found == [], run.__name__
-
-
-@pytest.mark.parametrize("overlap", [False, True, "step"])
-def test_buckets_are_ordered(meshes: Meshes, overlap: Any) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_buckets_are_ordered(meshes: Meshes, overlap: bool) -> None:
     for run in (train, step_and_write, save_between, keep_graphs):
         torch.manual_seed(0)
         with Checker() as checker:
@@ -392,9 +385,9 @@ def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
             name_memory(checker, model)
 
-            def on_host(gradients: Any, *args: Any, checker: Checker = checker, **how: bool) -> Any:
-                main = make_main(gradients, *args, **how)
-                checker.name(getattr(main, "flat", main), "main gradient", on_host=True)
+            def on_host(gradients: Any, flat: Any, checker: Checker = checker) -> Any:
+                main = make_main(gradients, flat)
+                checker.name(main, "main gradient", on_host=True)
                 return main
 
             with patch.object(owner, method, on_host):

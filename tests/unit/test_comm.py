@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import comm, lockstep
+from shardwise import comm
 from shardwise.comm import Axis, Call
 from shardwise.mesh import Ranks, separate, split
 from tests.models import mesh_of
@@ -386,7 +386,7 @@ def test_recorders_nest_and_end(rank: int, world_size: int) -> None:
             pass  # as empty as the outer one: leaving it must not end the outer
         comm.all_reduce(torch.zeros(1), dp()).wait()
     comm.all_reduce(torch.zeros(1), dp()).wait()
-    assert (len(outer), len(lockstep._recorders)) == (1, 0)
+    assert (len(outer), len(comm._recorders)) == (1, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -59,7 +59,9 @@ def test_pictures_are_those_of_the_code() -> None:
         text = page.read_text()
         found += len(maker.PLACE.findall(text))
         assert maker.drawn(text) == text, f"{page.name} is old: run python docs/pictures.py"
-        assert maker.drawn(text.replace("resting > ", "asleep > ")) == text  # the negative control
+        assert (
+            maker.drawn(text.replace("pre_forward  ", "forward_pre  ")) == text
+        )  # the negative control
     assert found == len(maker.PICTURES) >= 4
 
 
@@ -305,15 +307,12 @@ def test_figures_of_nowhere_are_found() -> None:
 
 # Files that send Python objects to other ranks, and the line of SECURITY.md that tells of it.
 SENT = {
-    "is made": (
-        "agreement optim/exchange optim/matrix_group mesh rehearsal shard/initial_values "
-        "shard/diagnose"
-    ),
+    "is made": ("agreement optim/exchange optim/matrix_group mesh rehearsal shard/diagnose"),
     "is saved or loaded": "checkpoint/saving checkpoint/store",
     "run begins": "train/build train/session train/fit",
     "run goes on": "train/loop train/guard",
     "step stops": "optim/function_step",
-    "debugged": "engine/debugging",
+    "debugged": "shard/debugging",
 }
 
 

@@ -210,7 +210,7 @@ def axis(size: int, rank: int) -> comm.Axis | None:
     """An axis without a process group."""
     if size == 1:
         return None
-    return comm.Axis("dp", None, size, rank, {}, tuple(range(size)), None)  # type: ignore[arg-type]
+    return comm.Axis("dp", None, size, rank, {}, tuple(range(size)))
 
 
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
