@@ -36,8 +36,8 @@ class Failing:
 
 FORMATS: dict[str, sw.Precision] = {
     "bf16": sw.Precision(weights="bf16"),
-    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol"),
-    "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
+    "mxfp8": sw.Precision(weights="mxfp8"),
+    "fp8_block": sw.Precision(weights="fp8_block"),
 }
 
 
