@@ -23,7 +23,7 @@ from tests.races.checker import Checker
 
 NUM_RANKS = 4
 WIDTH = 32  # the side of an MXFP8 block
-FORMATS = ("mxfp8", "mxfp8_2d", "mxfp8_rowcol", "fp8_block")
+FORMATS = ("mxfp8", "fp8_block")
 PRECISIONS = models.PRECISIONS | {
     name: sw.Precision(weights=name, reduce="fp32")  # type: ignore[arg-type]
     for name in FORMATS

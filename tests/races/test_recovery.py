@@ -36,8 +36,8 @@ class Failing:
 
 FORMATS: dict[str, sw.Precision] = {
     "bf16": sw.Precision(weights="bf16"),
-    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol"),
-    "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
+    "mxfp8": sw.Precision(weights="mxfp8"),
+    "fp8_block": sw.Precision(weights="fp8_block"),
 }
 
 
@@ -49,16 +49,16 @@ def fail_once(rank: int, world_size: int, stage: int, format: str, failing: int)
         expected = model(batch)
         for parameter in model.parameters():
             parameter.mul_(1)  # so that weights which are kept are gathered anew
-    count, gather = 0, comm.all_gather
+    count, gather = 0, comm.all_gather_together
 
-    def all_gather(out: Tensor, shard: Tensor, group: Any) -> Any:
+    def all_gather(pairs: Any, axis: Any) -> Any:
         nonlocal count
         count += 1
-        pending = gather(out, shard, group)
-        return Failing(pending, out) if count == failing else pending
+        pending = gather(pairs, axis)
+        return Failing(pending, pairs[0][0]) if count == failing else pending
 
     refused = pytest.raises(RuntimeError, match="connection closed by peer")
-    with patch.object(comm, "all_gather", all_gather), torch.no_grad(), refused:
+    with patch.object(comm, "all_gather_together", all_gather), torch.no_grad(), refused:
         model(batch)
     assert count >= failing
     model.reset_iter_state()
