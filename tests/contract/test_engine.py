@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The new engine (issue 41), called by its own names: what differs from the old one, and a little
-of all the rest. ``SHARDWISE_ENGINE=new`` runs the whole suite on it."""
+"""The engine called by its own names: a little of everything."""
 
 from __future__ import annotations
 

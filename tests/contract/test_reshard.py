@@ -301,5 +301,4 @@ def test_a_backward_that_reads_weights_it_was_told_not_to_gather_raises(
     block.set_unshard_in_backward(False)
     net = wrap(nn.Sequential(block), world_size, "zero3")
     x = vectors(rank).requires_grad_()
-    text = raised(lambda: net(x).sum().backward(), RuntimeError)
-    assert "storage" in text, text
+    assert "not allocated" in raised(lambda: net(x).sum().backward(), RuntimeError)

@@ -42,7 +42,7 @@ FORMATS: dict[str, sw.Precision] = {
 
 
 def fail_once(rank: int, world_size: int, stage: int, format: str, failing: int) -> None:
-    model = make_model(width=64, depth=2)
+    model = make_model(width=128, depth=2)
     shard_model(model, sw.zero(stage), mesh_of(world_size), precision=FORMATS[format])
     batch = tokens(0, 0, rank, world_size)
     with torch.no_grad():
