@@ -21,6 +21,7 @@ from shardwise.shard.group import Group
 from tests.models import STRATEGIES, Model, loss_of, make_model, tokens
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
+    FORMATS,
     NUM_RANKS,
     PRECISIONS,
     backward,
