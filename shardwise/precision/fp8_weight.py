@@ -102,7 +102,9 @@ class Coded(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _SAME and (len(args) < 2 or tuple(args[1]) == tuple(args[0].shape)):
             return Coded.like(args[0])

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import lockstep
 from tests.contract.helpers import (
     STRATEGIES,
     Net,
     full,
-    raised,
     ranks_for,
     word_loss,
     wrap,
@@ -63,17 +61,3 @@ def random_writes(rank: int, world_size: int, strategy: str) -> list[list[float]
 def test_random_writes_leave_replicas_the_same_whatever_their_seeds(strategy: str) -> None:
     first, *others = run_ranks(random_writes, ranks_for(strategy), strategy)
     assert len(first) > 10 and others and all(other == first for other in others)
-
-
-def random_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
-    lockstep.patience = 0.4
-    net = wrap(Net(), world_size, strategy)
-    word_loss(net, rank).backward()
-    if rank == 0:
-        return raised(lambda: nn.init.normal_(net.head.weight), RuntimeError)
-    return raised(lambda: word_loss(net, rank).backward(), RuntimeError)
-
-
-def test_a_random_write_on_one_rank_alone_is_named() -> None:
-    for message in run_ranks(random_on_one_rank, 2, "zero0", fresh=True):
-        assert "out of step" in message and "random" in message, message

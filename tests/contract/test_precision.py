@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import unittest
 from typing import Any
 
 import pytest
@@ -226,41 +224,3 @@ def test_a_dtype_that_no_weight_can_have_is_refused(value: Any) -> None:
         sw.Precision(weights=value)
     with pytest.raises(ValueError, match=r"cast_inputs='no'\): True or False"):
         sw.Precision(cast_inputs="no")  # type: ignore[arg-type]
-
-
-class Layer(nn.Module):
-    """A layer whose last weight has the name of an output head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.output = nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.output(self.up(x))
-
-
-class Headed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.lm_head = nn.ModuleList([Layer()]), nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.blocks[0](x))
-
-
-@pytest.mark.parametrize("include", [("*",), ("*", "output.weight", "weight")])
-@on_ranks(2, fresh=True)
-def test_weights_whose_names_in_wrapped_modules_mislead_are_told_of(
-    rank: int, world_size: int, include: tuple[str, ...]
-) -> None:
-    net, precision = Headed(), sw.Precision(weights="fp8_block", include=include)
-    options = options_for("zero3", world_size) | {"precision": precision}
-    for module in (net.blocks[0], net.lm_head, net):
-        sw.fully_shard(module, **options)
-    with unittest.TestCase().assertLogs("shardwise.shard.members", "WARNING") as heard:
-        logging.getLogger("shardwise.shard.members").warning("-")
-        net(torch.ones(128, 128))
-    text = "\n".join(heard.output)
-    told = rank == 0 and include == ("*",)
-    assert ("'lm_head.weight' makes the model's logits and is stored in fp8" in text) == told, text
-    assert ("'blocks.0.output.weight' stays in bf16" in text) == told, text

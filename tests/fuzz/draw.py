@@ -180,7 +180,7 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
     if "bf16" in odd:
         wrap["precision"] = {"weights": "bf16", "reduce": rng.choice(("fp32", "fp32", "bf16"))}
     if "fp8" in odd:
-        formats = ("mxfp8", "mxfp8_2d", "mxfp8_rowcol", "fp8_block")
+        formats = ("mxfp8", "fp8_block")
         wrap["precision"] = {"weights": rng.choice(formats), "reduce": "fp32"}
     if wrap["how"] == "data_parallel":
         wrap["units"] = [[""]]

@@ -162,10 +162,10 @@ FAULTS = {
         "                _bring(Tensor.add_, own, grad)\n",
         "",
     ),
-    "fp8, hfsdp: codes that the outer axis brought are kept for ever": (
-        "shard/fp8_group.py",
-        "if not self._outer or plane.part_filled != state]",
-        "if not self._outer or plane.part_filled is None]",
+    "hfsdp: what the outer axis brought is kept for ever": (
+        "shard/group.py",
+        "if staged.made_from != writes:",
+        "if staged.made_from is None:",
     ),
     "an optimizer steps while weights are shown": (
         "shard/wrapped.py",

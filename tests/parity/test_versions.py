@@ -225,7 +225,7 @@ def mark(model: Model) -> None:
 UNSEEN: dict[str, tuple[sw.Placements, dict[str, Any]]] = {
     **{f"zero{stage}": (sw.zero(stage), {"precision": PRECISIONS["bf16"]}) for stage in range(4)},
     "kept": (sw.zero(3), {"precision": PRECISIONS["bf16"], "reshard_after_forward": False}),
-    "mxfp8_rowcol": (sw.zero(1), {"precision": sw.Precision(weights="mxfp8_rowcol")}),
+    "mxfp8": (sw.zero(1), {"precision": sw.Precision(weights="mxfp8")}),
     "gathers in step": (sw.zero(1), {"precision": PRECISIONS["bf16"], "gather_in_step": True}),
 }
 

@@ -23,7 +23,7 @@ from tests.races.checker import Checker
 
 NUM_RANKS = 4
 WIDTH = 32  # the side of an MXFP8 block
-FORMATS = ("mxfp8", "mxfp8_2d", "mxfp8_rowcol", "fp8_block")
+FORMATS = ("mxfp8", "fp8_block")
 PRECISIONS = models.PRECISIONS | {
     name: sw.Precision(weights=name, reduce="fp32")  # type: ignore[arg-type]
     for name in FORMATS
@@ -63,7 +63,8 @@ def name_memory(checker: Checker, model: nn.Module) -> None:
         for number, group in enumerate(unit.groups):
             of = f"{unit.name} group {number}"
             checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
-            for planes, what in ((group.whole, "whole"), (group._staged, "staged")):
+            kinds = (group.whole, "whole"), (group._staged, "staged"), (group._numbers, "numbers")
+            for planes, what in kinds:
                 for block in planes.blocks if planes is not None else ():
                     checker.name(block.tensor, f"{what} of {of}")
 

@@ -268,8 +268,7 @@ def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8_rowcol"), ("zero3", "mxfp8_rowcol")]
-    + [("zero3", "mxfp8"), ("zero1", "mxfp8_2d"), ("zero1", "fp8_block"), ("zero3", "fp8_block")],
+    [(s, name) for s in ("zero1", "zero3") for name in ("fp32", "mxfp8", "fp8_block")],
 )
 def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -> None:
     runs = [accumulate, unshard_ahead, keep_graphs]
@@ -282,11 +281,13 @@ def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -
     ("strategy", "precision", "options"),
     [
         ("zero3", "bf16", {"memory": "trace"}),
-        ("hfsdp", "mxfp8_rowcol", {"memory": "trace"}),
+        ("hfsdp", "mxfp8", {"memory": "trace"}),
         ("zero3", "bf16", {"unify_streams": True}),
         ("zero3", "bf16", {"reshard_after_forward": False}),
         ("zero3", "bf16", {"reshard_after_forward": 2}),
-        ("zero3", "mxfp8_rowcol", {"reshard_after_forward": 2}),
+        ("zero3", "mxfp8", {"reshard_after_forward": 2}),
+        ("zero3", "mxfp8", {"grain": sw.ELEMENT}),  # bf16 is gathered, and encoded everywhere
+        ("hfsdp", "mxfp8", {"grain": sw.ELEMENT}),
         ("zero3", "bf16", {"unused_parameters": "zeros"}),
     ],
     ids=str,
