@@ -56,7 +56,7 @@ def used_twice(rank: int, world_size: int, kind: str, wrapping: str, way: str) -
     block = Experts() if kind == "experts" else nn.Linear(HIDDEN, HIDDEN, bias=False)
     net: Any = Twice(block, way == "module")
     mesh = mesh_of(world_size)
-    options: Any = {} if kind == "experts" else {"precision": sw.Precision(weights="mxfp8_rowcol")}
+    options: Any = {} if kind == "experts" else {"precision": sw.Precision(weights="mxfp8")}
     if wrapping == "buckets":
         net = sw.data_parallel(net, mesh=mesh, placements=sw.zero(1), bucket_mb=0.0005, **options)
     else:
@@ -73,7 +73,7 @@ def used_twice(rank: int, world_size: int, kind: str, wrapping: str, way: str) -
 
 
 @pytest.mark.parametrize("way", ["module", "forward"])
-@pytest.mark.parametrize("kind", ["experts", "mxfp8_rowcol"])
+@pytest.mark.parametrize("kind", ["experts", "mxfp8"])
 def test_gradients_of_all_uses_are_summed(kind: str, way: str) -> None:
     """One unit reduces when backward is over; small ones and buckets must not reduce before."""
     (expected,) = run_ranks(used_twice, 1, kind, "one", way)
