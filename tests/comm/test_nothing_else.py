@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist

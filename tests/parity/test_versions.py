@@ -226,7 +226,6 @@ UNSEEN: dict[str, tuple[sw.Placements, dict[str, Any]]] = {
     **{f"zero{stage}": (sw.zero(stage), {"precision": PRECISIONS["bf16"]}) for stage in range(4)},
     "kept": (sw.zero(3), {"precision": PRECISIONS["bf16"], "reshard_after_forward": False}),
     "mxfp8": (sw.zero(1), {"precision": sw.Precision(weights="mxfp8")}),
-    "gathers in step": (sw.zero(1), {"precision": PRECISIONS["bf16"], "gather_in_step": True}),
 }
 
 
@@ -260,8 +259,7 @@ def test_steps_and_marks_count_as_writes(rank: int, world_size: int, case: str) 
 def test_counting_steps_gathers_nothing_twice(rank: int, world_size: int, name: str) -> None:
     """Gathers of each step under zero(1): one per unit, whoever steps."""
     gathers = []
-    options = {"precision": PRECISIONS["bf16"], "gather_in_step": name == "ours"}
-    model = make_sharded(sw.zero(1), world_size, **options)
+    model = make_sharded(sw.zero(1), world_size, precision=PRECISIONS["bf16"])
     model.layers[1].requires_grad_(False)
     optimizer: torch.optim.Optimizer = {
         "ours": lambda: sw.optimizer(model, matrix=None, elementwise=sw.adamw()),
