@@ -29,7 +29,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "strategy": ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"),
     "wrapping": ("fully_shard", "data_parallel"),
     "optimizer": ("AdamW", "Muon", "a function"),
-    "weights": ("fp32", "bf16", "mxfp8", "mxfp8_2d", "fp8_block"),
+    "weights": ("fp32", "bf16", "mxfp8", "fp8_block"),
     "recompute": ("no recompute", "recompute"),
     "microbatches": ("1 microbatch", "2 microbatches"),
     "tp": ("no tp", "tp 2"),

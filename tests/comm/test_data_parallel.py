@@ -190,8 +190,7 @@ def test_a_bucket_is_awaited_by_the_first_module_that_reads_it(rank: int, world_
         pending: list[str] = []
 
         def note(module: Any, args: Any, unit: Any = unit, pending: Any = pending) -> None:
-            # A bucket that has been shown has arrived; the others are on their way.
-            pending.append("".join("." if shown else "?" for shown in unit._here))
+            pending.append("".join("?" if group.pending else "." for group in unit.groups))
 
         for layer in model.layers:
             layer.register_forward_pre_hook(note)

@@ -10,12 +10,12 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.optim.presets import newton_schulz
-from shardwise.precision.fp8_functions import fp8_linear
-from shardwise.precision.fp8_tensor import FP8Tensor
+from tests.parity.mxfp8_helpers import Encoded
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.01}
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
@@ -27,10 +27,8 @@ class QuantisedAtUse(nn.Linear):
     precision: sw.Precision
 
     def forward(self, input: Tensor) -> Tensor:
-        planes = FP8Tensor.encode(self.weight.detach(), self.precision.weights)  # type: ignore[arg-type]
-        trained = self.weight if self.weight.requires_grad else None
-        recipe = self.precision.recipe
-        return fp8_linear(input, planes, self.bias, parameter=trained, recipe=recipe)
+        weight = Encoded.apply(self.weight, self.precision.weights)
+        return F.linear(input, weight, self.bias)
 
 
 class Narrow:

@@ -24,7 +24,7 @@ def packed_places(model: Model) -> list[int]:
     """The last addresses of packed gradients."""
     groups = [group for unit in (model, *model.layers) for group in unit._shardwise_unit.groups]
     packed = [group.gradients._packed for group in groups]
-    return [buffer.flat.data_ptr() for buffer in packed if buffer is not None]
+    return [block.tensor.data_ptr() for block in packed if block is not None]
 
 
 def evaluate(model: Model, rank: int, world_size: int) -> Tensor:

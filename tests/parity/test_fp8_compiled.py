@@ -37,7 +37,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def train(model: Any, blocks: list[nn.Module], rank: int) -> list[Tensor]:
+def train(model: Any, rank: int) -> list[Tensor]:
     found: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
@@ -75,7 +75,7 @@ def test_equal_blocks_share_a_graph_that_computes_the_same(
         with native_by_decoding():
             for unit in (*model, model):
                 sw.fully_shard(unit, **options, precision=precision_of(True, kind))
-            runs.append(train(model, blocks, rank))
+            runs.append(train(model, rank))
     assert count.frame_count == 2, "one graph for training and one for evaluation, for all blocks"
     assert not counters["graph_break"]
     assert len(runs[0]) == len(runs[1]) > 8

@@ -63,7 +63,8 @@ def name_memory(checker: Checker, model: nn.Module) -> None:
         for number, group in enumerate(unit.groups):
             of = f"{unit.name} group {number}"
             checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
-            for planes, what in ((group.whole, "whole"), (group._staged, "staged")):
+            kinds = (group.whole, "whole"), (group._staged, "staged"), (group._numbers, "numbers")
+            for planes, what in kinds:
                 for block in planes.blocks if planes is not None else ():
                     checker.name(block.tensor, f"{what} of {of}")
 

@@ -269,7 +269,7 @@ def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, format) for strategy in ("zero1", "zero3") for format in ("fp32", *FORMATS)],
+    [(strategy, name) for strategy in ("zero1", "zero3") for name in ("fp32", *FORMATS)],
 )
 def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -> None:
     runs = [accumulate, unshard_ahead, keep_graphs]
@@ -287,6 +287,8 @@ def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -
         ("zero3", "bf16", {"reshard_after_forward": False}),
         ("zero3", "bf16", {"reshard_after_forward": 2}),
         ("zero3", "mxfp8", {"reshard_after_forward": 2}),
+        ("zero3", "mxfp8", {"grain": sw.ELEMENT}),  # bf16 is gathered, and encoded everywhere
+        ("hfsdp", "mxfp8", {"grain": sw.ELEMENT}),
         ("zero3", "bf16", {"unused_parameters": "zeros"}),
     ],
     ids=str,

@@ -120,7 +120,7 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     page = write_report(tmp_path / "first").read_text()
     assert "Weights in MXFP8" in page and "read by an embedding" in page
     assert "gathered in backward" in page
-    narrow = {"precision": "mxfp8_2d", "data": write_text(tmp_path)}
+    narrow = {"precision": "mxfp8", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
         assert (
             "none of the" in said

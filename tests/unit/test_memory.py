@@ -182,31 +182,6 @@ def test_a_block_that_comes_alive_elsewhere_brings_its_storage() -> None:
     assert bytes_of(IDLE) == SIZE * 4, "the other block has used it"
 
 
-def test_memory_that_numpy_shows_is_left_to_numpy() -> None:
-    pool, block = TracePool(), make()
-    block.acquire(pool)
-    shown = block.tensor.fill_(7.0).numpy()
-    block.release(pool)
-    assert bytes_of(IDLE) == 0
-    play(pool, "+a -a", a=block)
-    assert (shown == 7.0).all() and bytes_of(IDLE) == SIZE * 4
-
-
-def test_owners_are_told_when_a_block_moves() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    moves = []
-    for name, block in blocks.items():
-        block.moved = lambda name=name: moves.append(name)
-    play(pool, STEP, **blocks)
-    assert set(moves) == {"a", "b", "c"}
-    play(pool, STEP, **blocks)
-    moves.clear()
-    play(pool, STEP, **blocks)
-    assert moves == []
-    play(pool, "+a +c -c -a", **blocks)
-    assert moves == ["c"]
-
-
 def test_the_pool_keeps_no_block_alive() -> None:
     gc.disable()
     try:

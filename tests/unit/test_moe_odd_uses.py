@@ -137,12 +137,6 @@ def test_delayed_gradients_after_a_first_evaluation() -> None:
     assert all(parameter.grad is not None for parameter in mlp.parameters())
 
 
-def test_an_attribute_of_a_user_is_nobody_elses() -> None:
-    mlp = experts()
-    mlp.fc1.weight.quantised = True  # type: ignore[union-attr]
-    mlp(torch.randn(20, 8), ENDS, torch.rand(20))
-
-
 def test_hooks_that_nothing_calls_are_told(caplog: pytest.LogCaptureFixture) -> None:
     mlp, x, p = experts(), torch.randn(20, 8), torch.rand(20)
     handle = mlp.register_forward_hook(lambda *_: None)

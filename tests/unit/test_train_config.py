@@ -421,7 +421,7 @@ def test_a_plan_takes_the_precision_of_the_recipe_or_the_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert load_recipe("gpt_1b_mxfp8").precision == "mxfp8"
-    for flag, stored in (("", "bfloat16"), (" --precision mxfp8_2d", "mxfp8_2d")):
+    for flag, stored in (("", "bfloat16"), (" --precision mxfp8", "mxfp8")):
         assert cli.run(f"plan smoke --ranks 2{flag}".split()) == 0
         said = capsys.readouterr().out
         assert f"stored as {stored} " in said and "gathered in forward" in said
