@@ -28,8 +28,7 @@ def with_own_seed(rank: int, world_size: int, strategy: str) -> list[dict[str, t
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replicas_begin_with_the_values_of_the_first(strategy: str) -> None:
-    """Where main weights are sharded there are no copies: each rank brings its piece, as in
-    FSDP2."""
+    """Sharded main weights have no copies: each rank brings its piece, as in FSDP2."""
     (own, first), *others = run_ranks(with_own_seed, ranks_for(strategy), strategy)
     assert not torch.equal(own["embedding.weight"], others[0][0]["embedding.weight"])
     for _, values in others:
