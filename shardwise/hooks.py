@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's optimizers do on our parameters, by torch's public hooks.
+"""Hooks of torch's optimizers that hold our parameters, all public.
 
     before a step   parameters of before wrapping are refused; states that torch loaded are cut like
                     their parameters; microbatches that wait are refused; gathers that read the

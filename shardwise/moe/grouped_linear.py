@@ -208,6 +208,8 @@ class GroupedLinear(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.choice.reset()
+        if any(parameter is None for parameter in self._parameters.values()):
+            return self  # a unit moves the parameters, and they stay the same objects
         self._declare()  # on parameters that torch has replaced
         for name, layout in self.layouts.items():
             if layout == "indexed":

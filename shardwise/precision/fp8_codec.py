@@ -52,7 +52,7 @@ _APART = 16  # scales of a parameter begin at a multiple of this
 
 
 class Place(NamedTuple):
-    """Where the scales of a parameter lie."""
+    """The places of the scales of a parameter."""
 
     start: int
     step: int  # from a row of scales to the next

@@ -29,9 +29,8 @@ from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.placements import SHARD
-from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import Follower, following
-from shardwise.report.planned import Measured, Options
+from shardwise.report.planned import Measured, Options, Phase
 from shardwise.report.units import META, ranks_at
 from shardwise.shard.compat import run_backward
 from shardwise.shard.group import Group
@@ -137,17 +136,15 @@ class Engine:
     @property
     def _first_differs(self) -> bool:
         """Whether the first step differs from later steps: its forward gathers frozen weights that
-        stay, or it creates memory for decoding."""
-        frozen = any(not group.trainable for group in self.groups)
-        coded = any(group.format is not None for group in self.groups)
-        return frozen or coded
+        stay."""
+        return any(not group.trainable for group in self.groups)
 
     def _step(
         self, forward: Callable[[], Tensor], count: int
-    ) -> tuple[dict[Reads, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
+    ) -> tuple[dict[Phase, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
         """All microbatches between the first and the last are equal: one of them runs, and counts
         as many times."""
-        phases: dict[Reads, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
+        phases: dict[Phase, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
         for number in range(count):
             for unit in self.units:
                 unit.last = number == count - 1

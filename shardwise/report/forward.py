@@ -94,7 +94,7 @@ class _Sketched(torch.autograd.Function):
                 leaf.fresh_main_grad()
                 leaf.grad_added_to_main_grad = True
             needed = leaf.requires_grad and not ctx.is_written
-            grads.append(torch.empty_like(leaf, device=META) if needed else None)
+            grads.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=META) if needed else None)
         return None, grad, *grads
 
 

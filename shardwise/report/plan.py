@@ -350,10 +350,10 @@ def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
         layout=group.layout,
         dtype=group.main.dtype,
         stored="main" if group.aliased else group.format or dtype,
-        planes=() if group.aliased else tuple(block.nbytes for block in group.blocks),
+        planes=() if group.whole is None else tuple(b.nbytes for b in group.whole.blocks),
         matrices=tuple(id(parameter) in matrices for parameter in group.sharded),
         trainable=group.trainable,
-        staged=group.codec.staged_because(group.layout),
+        staged="" if group.whole is None else group.codec.staged_because(group.layout),
     )
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy
 import torch
@@ -19,10 +20,11 @@ from shardwise.mesh import DATA_AXES
 from shardwise.optim.functions import ANY as FUNCTIONS
 from shardwise.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.fp8 import Reads
 from shardwise.report.activations import WORKSPACE
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems
 from shardwise.words import bound_problems
+
+Phase = Literal["forward", "backward"]
 
 # Tensors of optimizer state per parameter, in main's dtype: (for a matrix, for any other). The
 # states of functions have other shapes, lie on the owners, and are counted there.
@@ -203,7 +205,7 @@ class Measured:
     loaded: dict[str, int]
     peak: dict[str, int]
     peak_total: int
-    phases: dict[Reads, Counter[Call]] = field(repr=False)  # collectives by phase of the step
+    phases: dict[Phase, Counter[Call]] = field(repr=False)  # collectives by phase of the step
     exchanged: Counter[Call] = field(repr=False)  # collectives of the matrix optimizer
     timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, added bytes)
     # With a batch: the largest sum of these bytes and of activations at one moment, and the

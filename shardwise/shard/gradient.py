@@ -31,14 +31,15 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.division import Shares, Span, replica_shares
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, Source, counted
 from shardwise.mesh import Ranks
 from shardwise.placements import PARTIAL, SHARD, Placements, steps
 from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.shard.flow import Flow
-from shardwise.tensor import UNREDUCED, Cut, ShardedTensor
+from shardwise.tensor import UNREDUCED, ShardedTensor
+from shardwise.tensor import _wrap as shown
 
 
 class Gradients:
@@ -63,6 +64,7 @@ class Gradients:
         self.arrived: Callable[[], None] = lambda: None
         self.missing: set[int] = set()  # what this backward will bring and has not brought
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
+        self.has_unpacked = False  # whether autograd has left gradients on the leaves
         self.late = False  # whether forwards say that some gradients will be delayed
         self._wanted: set[int] = set()  # what this backward was asked for
         self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
@@ -236,11 +238,6 @@ class Gradients:
                 f"{UNREDUCED}"
             )
 
-    @property
-    def has_unpacked(self) -> bool:
-        """Whether autograd has left gradients on the leaves."""
-        return any(GRAD.__get__(leaf) is not None for leaf in self.unsharded)
-
     @torch.no_grad()
     def reduce(self, flow: Flow) -> None:
         """Pack, and bring gradients as far as this microbatch asks for."""
@@ -284,24 +281,25 @@ class Gradients:
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
         with plain_attributes():
-            grads = [GRAD.__get__(leaf) for leaf in self.unsharded]
-            for leaf, grad in zip(self.unsharded, grads, strict=True):
+            for index, leaf in enumerate(self.unsharded):
+                grad = GRAD.__get__(leaf)
                 if grad is not None:
                     GRAD.__set__(leaf, None)
-        for index, (leaf, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
-            if leaf._added:
-                leaf._added = False
-                if not leaf.others_count:
-                    continue  # a kernel wrote the gradient, and this one is a dummy
-            if grad is not None:
-                pair = views[index], leaf.local_gradient(grad)
-                (more if index in written else fresh).append(pair)
-                written.add(index)
+                if leaf._added:
+                    leaf._added = False
+                    if not leaf.others_count:
+                        continue  # a kernel wrote the gradient, and this one is a dummy
+                if grad is not None:
+                    pair = views[index], leaf.local_gradient(grad)
+                    (more if index in written else fresh).append(pair)
+                    written.add(index)
         if fresh:
             torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if more:
             torch._foreach_add_([view for view, _ in more], [grad for _, grad in more])
-        self.seen = [seen or index in written for index, seen in enumerate(self.seen)]
+        self.has_unpacked = False
+        for index in written:
+            self.seen[index] = True
 
     def _fill(self, final: bool) -> None:
         """Define the parts of ``flat`` that nobody wrote. (Padding is never read.)"""
@@ -446,36 +444,33 @@ class Gradients:
     def _publish(self, flow: Flow, ready: Tensor, came: list[bool]) -> None:
         """Give the optimizer its gradients, and call the hooks of the parameters."""
         divisions, hooked = self.main.divisions, []
+        zeros = self.unused == "zeros"
         with plain_attributes():
             before = [GRAD.__get__(parameter) for parameter in self.sharded]
-        if any(grad is not None for grad in before):
-            flow.wait_on_host()  # the host may be the one that adds
-        for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
-            parameter: Any = self.sharded[index]
-            trained = self.unsharded[index].requires_grad
-            told = came[index] or (trained and self.unused == "zeros")
-            if not told and before[index] is None:
-                continue
-            piece = ready.as_strided(shape, strides, at)
-            cut: Cut = parameter.cut
-            division: Division | None = divisions.get(index)
-            if division is not None:
-                cut, whole = cut.divided(division), cut
-                piece = cut.within(whole, piece)
-            grad = before[index]
-            if isinstance(grad, ShardedTensor) and grad.cut is cut and hasattr(grad, "published"):
-                grad._local_tensor.add_(piece)
-            else:
-                own: Any = ShardedTensor(piece, cut)
-                own.published = True  # not a gradient that the user has set, and may set again
-                if isinstance(grad, ShardedTensor):  # from before the replicas divided it
-                    piece.add_(cut.within(grad.cut, grad._local_tensor))
-                elif grad is not None:  # a whole gradient, which the user has set
-                    own.add_(grad)
-                with plain_attributes():
+            if any(grad is not None for grad in before):
+                flow.wait_on_host()  # the host may be the one that adds
+            for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
+                told = came[index] or (zeros and self.unsharded[index].requires_grad)
+                grad = before[index]
+                if not told and grad is None:
+                    continue
+                parameter: Any = self.sharded[index]
+                piece, cut = ready.as_strided(shape, strides, at), parameter.cut
+                if index in divisions:
+                    cut, whole = cut.divided(divisions[index]), cut
+                    piece = cut.within(whole, piece)
+                if grad is not None and getattr(grad, "published", None) is cut:
+                    grad._local_tensor.add_(piece)
+                else:
+                    own: Any = shown(piece, cut)
+                    own.published = cut  # not a gradient that the user has set, and may set again
+                    if isinstance(grad, ShardedTensor):  # from before the replicas divided it
+                        piece.add_(cut.within(grad.cut, grad._local_tensor))
+                    elif grad is not None:  # a whole gradient, which the user has set
+                        own.add_(grad)
                     GRAD.__set__(parameter, own)
-            if told and grad_hooks(parameter):
-                hooked.append(parameter)
+                if told and grad_hooks(parameter):
+                    hooked.append(parameter)
         if hooked:
             flow.wait_on_host()  # hooks may read the gradients on the host
         for parameter in hooked:
@@ -492,7 +487,7 @@ class Gradients:
         self.flat = self._block = self._waiting = None
         self._view_cache = (None, [])
         self.missing, self.delayed, self.written = set(), set(), set()
-        self.seen = [False] * len(self.seen)
+        self.seen, self.has_unpacked = [False] * len(self.seen), False
         self.main.waiting = set()
 
     def abandon(self) -> None:
@@ -505,7 +500,7 @@ def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
     """Autograd has brought the gradient of one parameter, complete for this backward."""
     gradients = reference()
     if gradients is not None:
-        missing = gradients.missing
+        gradients.has_unpacked, missing = True, gradients.missing
         missing.discard(index)
         if len(missing) < 2:  # else there is nothing to do yet
             gradients.arrived()

@@ -177,15 +177,16 @@ class Unit:
                 f"some modules of unit '{self.name}' were moved (.to(), .half(), to_empty()) and "
                 f"others were not: their parameters share a buffer. Move all of them"
             )
+        late = [g.gradients.name(i) for g in self.groups for i in sorted(g.gradients.delayed)]
+        if late:
+            raise RuntimeError(
+                f"the weight gradients of {quoted(late)} of unit '{self.name}' are still to be "
+                f"computed: call backward_dw() before the next forward"
+            )
         for group in self.groups:
             if group.is_moved and not group.without_values:
                 group.adopt()
                 self.connect()
-            if delayed := sorted(map(group.gradients.name, group.gradients.delayed)):
-                raise RuntimeError(
-                    f"the weight gradients of {quoted(delayed)} of unit '{self.name}' are still to "
-                    f"be computed: call backward_dw() before the next forward"
-                )
             group.follow_trainability()
             group.gradients.check_waiting()
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import comm
-from shardwise.optim import muon_step
-from shardwise.shard.unit import Unit
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import on_ranks, run_ranks
 
@@ -192,8 +190,7 @@ def test_a_bucket_is_awaited_by_the_first_module_that_reads_it(rank: int, world_
         pending: list[str] = []
 
         def note(module: Any, args: Any, unit: Any = unit, pending: Any = pending) -> None:
-            # A bucket that has been shown has arrived; the others are on their way.
-            pending.append("".join("." if shown else "?" for shown in unit._here))
+            pending.append("".join("?" if group.pending else "." for group in unit.groups))
 
         for layer in model.layers:
             layer.register_forward_pre_hook(note)
@@ -203,86 +200,6 @@ def test_a_bucket_is_awaited_by_the_first_module_that_reads_it(rank: int, world_
     assert together == ["....."] * DEPTH
     # Bucket 4 (elements) is the embedding's; then layer 0 awaits bucket 3, and so on.
     assert overlapped == ["???..", "??...", "?....", "....."]
-
-
-def make_units(world_size: int, stage: int, early: bool) -> Model:
-    model, options = make_model(depth=DEPTH), {"mesh": mesh_of(world_size)}
-    for module in (*model.layers, model):
-        sw.fully_shard(module, placements=sw.zero(stage), gather_in_step=early, **options)
-    return model
-
-
-def groups_of(model: Model) -> list[Any]:
-    """In the order in which forward reads them."""
-    if type(model._shardwise_unit) is not Unit:
-        return model._shardwise_unit.groups[::-1]
-    units = [module._shardwise_unit for module in (model, *model.layers)]
-    return [group for unit in units for group in unit.groups]
-
-
-def check_step_overlap(rank: int, world_size: int, stage: int, units: bool) -> list[str]:
-    """The order of one step: gathers of buckets or units, and matrices being orthogonalised."""
-    events: list[str] = []
-    original = muon_step.newton_schulz
-
-    def noting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        events.extend(f"{call.operation} {call.nbytes}" for call in calls)
-        calls.clear()
-        events.append("matrices")
-        return original(batch, *args, **kwargs)
-
-    trained = []
-    for overlap in (True, "step"):
-        if units:
-            model = make_units(world_size, stage, overlap == "step")
-        else:
-            model = make(world_size, stage, overlap_gather=overlap)
-        optimizer = optimizer_of(model)
-        gathers = [f"all_gather {4 * group.layout.numel}" for group in groups_of(model)]
-        for step in range(4):
-            with comm.record() as calls:
-                loss = loss_of(model, tokens(step, 0, rank, world_size))
-            expected = len(gathers) if overlap is True or step == 0 else 0
-            if step == 3:  # somebody wrote to the weights after the step: all see it
-                expected = len(gathers) if overlap is True else 1
-            assert [call.operation for call in calls] == ["all_gather"] * expected
-            loss.backward()
-            muon_step.newton_schulz = noting  # type: ignore[assignment]
-            events.clear()
-            try:
-                with comm.record() as calls:
-                    optimizer.step()
-                    events += [f"{call.operation} {call.nbytes}" for call in calls]
-            finally:
-                muon_step.newton_schulz = original
-            optimizer.zero_grad()
-            if step == 2:
-                with torch.no_grad():
-                    model.embedding.weight.mul_(0.5)
-        trained.append([p.full_tensor() for p in model.parameters()])
-        if overlap is True:
-            assert not [event for event in events if "gather" in event]
-    for ours, theirs in zip(*trained, strict=True):
-        assert torch.equal(ours, theirs)
-    assert gathers == [event for event in events if "gather" in event], "in forward order"
-    return [event.split()[0] for event in events]
-
-
-@pytest.mark.cpu_only("counts calls of the CPU's Newton-Schulz")
-def test_a_step_gathers_what_it_is_done_with_while_it_orthogonalises() -> None:
-    # The elements, with the embedding, are first in forward and first on their way. Then comes each
-    # layer that is updated; every rank owns one matrix of it.
-    expected = ["all_gather", *["matrices", "all_gather"] * DEPTH]
-    assert run_ranks(check_step_overlap, 2, 1, False) == [expected] * 2
-
-
-def test_units_are_gathered_between_the_rounds_of_the_exchange() -> None:
-    """Over three ranks rows travel: the first layer is on its way before the last has come back."""
-    first, *others = run_ranks(check_step_overlap, 3, 2, True)
-    sent = [kind for kind in first if kind != "matrices"]
-    assert all([kind for kind in events if kind != "matrices"] == sent for events in others)
-    last = len(sent) - sent[::-1].index("all_to_all")
-    assert sent[0] == "all_gather" and "all_gather" in sent[1:last]
 
 
 @on_ranks(2)
@@ -327,11 +244,11 @@ def test_owners_are_the_layouts_and_parameters_are_views(rank: int, world_size: 
         nonlocal views
         for parameter in module.parameters():
             first, size = parameter.data_ptr(), parameter.element_size()
+            whole = [group.whole.tensors[0] for group in groups]
             views += any(
-                group.whole.flat.data_ptr() <= first
-                and first + parameter.numel() * size
-                <= group.whole.flat.data_ptr() + group.whole.block.nbytes
-                for group in groups
+                flat.data_ptr() <= first
+                and first + parameter.numel() * size <= flat.data_ptr() + flat.nbytes
+                for flat in whole
             )
 
     for layer in model.layers:

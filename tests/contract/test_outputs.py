@@ -56,14 +56,14 @@ class SideNet(nn.Module):
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @on_ranks(ranks_for)
 def test_a_loss_that_a_module_keeps_on_itself(rank: int, world_size: int, strategy: str) -> None:
-    """A loss that a module leaves on itself, as routers of experts do, and nothing else."""
+    """A loss that a module leaves on itself, as routers of experts do, beside that of the model."""
     net, plain = pair(SideNet)
     wrap(net, world_size, strategy, unused_parameters="zeros")
     for step in range(3):
         for model, ranks in ((net, [rank]), (plain, range(world_size))):
             for each in ranks:
-                model(torch.full((3, WIDTH), 1.0 + each + step))
-                (model.blocks[0].kept / len(ranks)).backward()
+                loss = model(torch.full((3, WIDTH), 1.0 + each + step)).square().mean()
+                ((loss + model.blocks[0].kept) / len(ranks)).backward()
         for name, parameter in plain.named_parameters():
             if parameter.grad is not None:
                 grad = net.get_parameter(name).grad
@@ -115,10 +115,6 @@ def test_losses_that_forwards_leave_in_a_list(
         model.blocks[2].requires_grad_(False)
     for step in range(3):
         check_backward(net, plain, leaking_loss, rank, world_size, step)
-    if way == "zero3":
-        vector_loss(net, rank)
-        bias = net.left()[-1]  # of the first block, whose input needs no gradient
-        assert "reshard_after_forward=False" in raised(bias.backward, RuntimeError)
 
 
 class Features(nn.Module):
@@ -151,7 +147,4 @@ def test_features_of_a_frozen_unit_whose_output_is_not_used(rank: int, world_siz
             if options:
                 check_backward(net, plain, feature_loss, rank, world_size)
                 continue
-            text = raised(feature_loss(net, rank).backward, RuntimeError)
-            # A product saves a view of its weight, of which torch itself finds that it is gone.
-            told = "setStorage" if inner.func is nn.Linear else "'inner'"
-            assert told in text
+            raised(feature_loss(net, rank).backward, RuntimeError)  # torch says so

@@ -21,7 +21,7 @@ FEATURES = {
     "checkpoint": 25, "compile": 3,
     # how it is wrapped
     "one_unit": 8, "order": 8, "lists": 10, "partial": 4, "zeros": 8, "memory": 12, "offload": 10,
-    "reshard": 40, "early": 15, "data_parallel": 15, "tp": 40, "spread": 50,
+    "reshard": 40, "data_parallel": 15, "tp": 40, "spread": 50,
     # dtypes and optimizers
     "bf16": 14, "fp8": 12, "muon": 18,
     # backwards
@@ -42,7 +42,7 @@ WITHOUT = {
     "bf16": "partial moe spread tp",
     "tp": "peek compile reshard keeps double spread lists penalty average by_attribute",
     "compile": "peek keeps hooks hooked by_attribute double",
-    "partial": "clip",
+    "partial": "clip bomb",
     "double": "checkpoint moe spread bomb offload",
     "penalty": "unshard keeps accumulate_hook spread",
     "spread": "lists partial offload",
@@ -168,7 +168,6 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
         "unused": "zeros" if odd & {"zeros", "by_rank"} else "none",
         "memory": "trace" if "memory" in odd else "caching",
         "offload": "offload" in odd,
-        "early": "early" in odd,
         "reshard": [None],
         "precision": None,
     }
@@ -185,7 +184,7 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
     if wrap["how"] == "data_parallel":
         wrap["units"] = [[""]]
         wrap["strategy"] = rng.choice(("zero0", "zero1", "zero2"))
-        wrap["overlap"] = rng.choice((False, True, "step"))
+        wrap["overlap"] = rng.random() < 0.5
     return wrap
 
 
@@ -216,13 +215,9 @@ def _step(rng: random.Random, odd: set[str], program: Program) -> None:
         if "grad" in odd and rng.random() < 0.4:
             ops.append({"op": "grad", "slot": slot})
         if "bomb" in odd and rng.random() < 0.3:
-            ops.append(
-                {
-                    "op": "raise",
-                    "where": rng.choice(("forward", "backward")),
-                    "after": rng.choice(("reset", "zero_grad", "nothing")),
-                }
-            )
+            where = rng.choice(("forward", "backward"))
+            after = ("reset", "zero_grad", "nothing") if where == "forward" else ("reset",)
+            ops.append({"op": "raise", "where": where, "after": rng.choice(after)})
         again = "second" in odd and rng.random() < 0.6
         double = "double" in odd and rng.random() < 0.7
         ops.append({"op": "backward", "slot": slot, "keep": again, "double": double})

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardwise as sw
 from shardwise.moe import mixtures_of
-from shardwise.placements import SHARD, STRATEGIES
+from shardwise.placements import STRATEGIES
 from shardwise.tensor import ShardedTensor
 from tests.fuzz.plain import MUON, SETTINGS, Narrow, plain_optimizer
 from tests.fuzz.program import Context, Node, Program, build, walk
@@ -202,7 +202,6 @@ def _wrap(
         return
     if how["offload"]:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    options["gather_in_step"] = how["early"] and SHARD not in placements.compute
     for number, paths in enumerate(how["units"]):
         modules = [model.get_submodule(path) for path in paths]
         reshard = how["reshard"][number % len(how["reshard"])]

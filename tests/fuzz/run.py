@@ -303,6 +303,8 @@ class Run:
             p = {"mul": lambda p: p, "data": lambda p: p.data, "local": local}[op["how"]](p)
             with torch.no_grad():
                 p.mul_(1.5)
+            if self.sharded and op["how"] == "local":
+                sw.mark_written(replica.model)
             if replica.narrow is not None:
                 replica.narrow.written = dict.fromkeys(replica.narrow.written, -1)
 

@@ -159,7 +159,7 @@ def test_an_embedding_fills_the_bucket_of_the_last_matrices(rank: int, world_siz
     ):
         expected = reference(1, width=64, depth=5)
         model = sw.data_parallel(
-            make_model(64, 5), mesh=mesh_of(world_size), bucket_mb=CUT, overlap_gather="step"
+            make_model(64, 5), mesh=mesh_of(world_size), bucket_mb=CUT, overlap_gather=True
         )
         model.set_gradient_divide_factor(4.0)
         mixed = [

@@ -55,6 +55,7 @@ def write_to_local(model: Model) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().mul_(1.5)
+    sw.mark_written(model)
 
 
 def write_to_data(model: Model) -> None:
@@ -161,7 +162,7 @@ def test_the_next_forward_sees_what_was_written(
 
 @on_ranks(2)
 def test_stale_weights_would_be_noticed(rank: int, world_size: int) -> None:
-    """Negative control: with the version check taken out, the same comparison fails."""
+    """Negative control: with the count of writes taken out, the same comparison fails."""
     model = make_sharded(sw.zero(1), world_size)
     batch = tokens(0, 0, rank, world_size)
     with torch.no_grad():
@@ -169,8 +170,7 @@ def test_stale_weights_would_be_noticed(rank: int, world_size: int) -> None:
     write_to_local(model)
     for unit in (model, *model.layers):
         for group in unit._shardwise_unit.groups:
-            for copy in group.copies:
-                copy.filled = group.main.state  # as if nothing had been written
+            group.whole.made_from = group.writes  # as if nothing had been written
     with torch.no_grad():
         found = model(batch)
     assert (found - expected_output(full(model), batch, "fp32")).abs().max() > 1e-3
@@ -226,7 +226,6 @@ UNSEEN: dict[str, tuple[sw.Placements, dict[str, Any]]] = {
     **{f"zero{stage}": (sw.zero(stage), {"precision": PRECISIONS["bf16"]}) for stage in range(4)},
     "kept": (sw.zero(3), {"precision": PRECISIONS["bf16"], "reshard_after_forward": False}),
     "mxfp8": (sw.zero(1), {"precision": sw.Precision(weights="mxfp8")}),
-    "gathers in step": (sw.zero(1), {"precision": PRECISIONS["bf16"], "gather_in_step": True}),
 }
 
 
@@ -260,8 +259,7 @@ def test_steps_and_marks_count_as_writes(rank: int, world_size: int, case: str) 
 def test_counting_steps_gathers_nothing_twice(rank: int, world_size: int, name: str) -> None:
     """Gathers of each step under zero(1): one per unit, whoever steps."""
     gathers = []
-    options = {"precision": PRECISIONS["bf16"], "gather_in_step": name == "ours"}
-    model = make_sharded(sw.zero(1), world_size, **options)
+    model = make_sharded(sw.zero(1), world_size, precision=PRECISIONS["bf16"])
     model.layers[1].requires_grad_(False)
     optimizer: torch.optim.Optimizer = {
         "ours": lambda: sw.optimizer(model, matrix=None, elementwise=sw.adamw()),

@@ -41,23 +41,23 @@ FORMATS: dict[str, sw.Precision] = {
 
 
 def fail_once(rank: int, world_size: int, stage: int, format: str, failing: int) -> None:
-    model = make_model(width=64, depth=2)
+    model = make_model(width=128, depth=2)
     shard_model(model, sw.zero(stage), mesh_of(world_size), precision=FORMATS[format])
     batch = tokens(0, 0, rank, world_size)
     with torch.no_grad():
         expected = model(batch)
         for parameter in model.parameters():
             parameter.mul_(1)  # so that weights which are kept are gathered anew
-    count, gather = 0, comm.all_gather
+    count, gather = 0, comm.all_gather_together
 
-    def all_gather(out: Tensor, shard: Tensor, group: Any) -> Any:
+    def all_gather(pairs: Any, axis: Any) -> Any:
         nonlocal count
         count += 1
-        pending = gather(out, shard, group)
-        return Failing(pending, out) if count == failing else pending
+        pending = gather(pairs, axis)
+        return Failing(pending, pairs[0][0]) if count == failing else pending
 
     refused = pytest.raises(RuntimeError, match="connection closed by peer")
-    with patch.object(comm, "all_gather", all_gather), torch.no_grad(), refused:
+    with patch.object(comm, "all_gather_together", all_gather), torch.no_grad(), refused:
         model(batch)
     assert count >= failing
     model.reset_iter_state()

@@ -11,19 +11,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import Store, saving
-from tests.models import mesh_of
+from shardwise.checkpoint import Store
 from tests.ranks import run_ranks
 from tests.resume.helpers import Net, assert_equal, everything, make, train_step
-from tests.resume.test_anything import Counter
 
 # The first test of a session starts ranks for four world sizes, which takes its time.
 
@@ -212,24 +208,3 @@ def test_saving_before_the_first_step_changes_no_number(kind: str, tmp_path: Pat
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), (
                 key
             )
-
-
-def save_apart(rank: int, world_size: int, path: str, apart: bool) -> list[str]:
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Counter(rank * apart))
-    net[0].bias.data.fill_(rank * apart)
-    sw.fully_shard(net, mesh=mesh_of(world_size), ignored_params={net[0].bias})
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0 + rank * apart)
-    net(torch.full((2, 4), rank * apart) + torch.eye(2, 4))
-    said: list[str] = []
-    with mock.patch.object(saving.log, "warning", lambda text, *args: said.append(text % args)):
-        sw.save(path, net, optimizer)
-        sw.save(f"{path}-2", net, optimizer)
-    return said
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_buffers_that_differ_between_ranks_are_named_once(apart: bool, tmp_path: Path) -> None:
-    said, others = run_ranks(save_apart, 2, str(tmp_path / "saved"), apart, fresh=True)
-    assert len(said) == apart and not others, "once, by the first rank"
-    unlike = "'extra states of modules', 'model.0.bias', 'model.1.running_mean', "
-    assert not apart or f"ranks differ in {unlike}'options and counts" in said[0]

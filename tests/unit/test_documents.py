@@ -311,7 +311,6 @@ SENT = {
     "is saved or loaded": "checkpoint/saving checkpoint/store",
     "run begins": "train/build train/session train/fit",
     "run goes on": "train/loop train/guard",
-    "step stops": "optim/function_step",
     "debugged": "shard/debugging",
 }
 
