@@ -36,7 +36,7 @@ FEATURES = {
 # What does not go with a feature: dtypes that do not meet, ranks that would wait for each other,
 # and what is refused by name, so that nothing after it would be compared.
 WITHOUT = {
-    "by_rank": "bomb spread compile second double keep",
+    "by_rank": "bomb spread compile second double keep partial",
     "zeros": "keep",
     "fp8": "partial moe spread peek double bf16 compile tp penalty",
     "bf16": "partial moe spread tp",
