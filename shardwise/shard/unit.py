@@ -229,9 +229,11 @@ class Unit:
             parameters[name] = leaves[index]
 
     def hide(self) -> None:
-        """Let the modules hold the parameters at rest."""
+        """Let the modules hold the parameters at rest, trained or frozen as the whole weights are."""
         if self.shown:
             self.shown = False
+            for group in self.groups:
+                group.follow_trainability()
             for parameters, name, number, index in self.places:
                 parameters[name] = self.groups[number].sharded[index]
 

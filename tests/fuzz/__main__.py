@@ -34,7 +34,7 @@ from tests.ranks import shut_down
 
 SHRINK_SECONDS = 60.0
 MARKS = ("frozen", "tied", "checkpoint", "returns", "residual", "by_rank", "own", "hook", "hooked")
-MARKS += ("keeps", "by_attribute")
+MARKS += ("by_attribute",)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -170,7 +170,7 @@ def candidates(program: Program) -> Iterator[Program]:
         units = wrap["units"][:number] + wrap["units"][number + 1 :]
         yield program | {"wrap": wrap | {"units": units}}
     plain = {"precision": None, "offload": False, "memory": "caching", "unused": "none"}
-    plain |= {"reshard": [None], "strategy": "zero3", "early": False}
+    plain |= {"reshard": [None], "strategy": "zero3"}
     for name, value in plain.items():
         if wrap[name] != value and wrap["how"] == "fully_shard":
             yield program | {"wrap": wrap | {name: value}}

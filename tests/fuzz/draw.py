@@ -16,7 +16,7 @@ GATHERS = (("unshard", True), ("unshard", False), ("reshard",))
 FEATURES = {
     # the modules
     "tied": 12, "frozen": 25, "returns": 12, "calls": 20, "by_rank": 6, "peek": 5, "moe": 20,
-    "by_attribute": 12, "keeps": 10, "hooks": 15, "hooked": 10,
+    "by_attribute": 12, "hooks": 15, "hooked": 10,
     # activation checkpoints, torch.compile
     "checkpoint": 25, "compile": 3,
     # how it is wrapped
@@ -36,15 +36,15 @@ FEATURES = {
 # What does not go with a feature: dtypes that do not meet, ranks that would wait for each other,
 # and what is refused by name, so that nothing after it would be compared.
 WITHOUT = {
-    "by_rank": "bomb spread compile second double keep",
+    "by_rank": "bomb spread compile second double keep partial",
     "zeros": "keep",
-    "fp8": "partial moe spread peek double bf16 keeps compile tp penalty",
+    "fp8": "partial moe spread peek double bf16 compile tp penalty",
     "bf16": "partial moe spread tp",
-    "tp": "peek compile reshard keeps double spread lists penalty average by_attribute",
-    "compile": "peek keeps hooks hooked by_attribute double",
+    "tp": "peek compile reshard double spread lists penalty average by_attribute",
+    "compile": "peek hooks hooked by_attribute double",
     "partial": "clip bomb",
     "double": "checkpoint moe spread bomb offload",
-    "penalty": "unshard keeps accumulate_hook spread",
+    "penalty": "unshard accumulate_hook spread",
     "spread": "lists partial offload",
     "lists": "peek",
 }
@@ -92,7 +92,7 @@ def make(seed: int, ranks: int) -> Program:
     mlps = [path for path, spec in walk(tree) if spec["kind"] in ("mlp", "linear", "seq")]
     paths = rng.sample(mlps, 1) if "compile" in odd else []  # seconds
     if any(spec["kind"] == "buffer" for _, spec in walk(tree)):
-        paths = []  # torch's compiler keeps the buffer itself for backward
+        paths = []  # torch's compiler the buffer itself for backward
     program["compile"] = {"paths": paths, "first": rng.random() < 0.5}
     program["ops"] = []
     for number in range(rng.choice((2, 3, 3, 4))):
@@ -120,7 +120,7 @@ def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
             if kind in odd and rng.random() < 0.3:
                 part = {"kind": kind, "parts": [part] if kind == "peek" else []}
                 part |= {"calls_too": rng.random() < 0.7} if kind == "peek" else {}
-        for name in ("tied", "by_attribute", "keeps", "hooked"):
+        for name in ("tied", "by_attribute", "hooked"):
             if name in odd and rng.random() < 0.5:
                 part[name] = True
         if "frozen" in odd and rng.random() < 0.4:

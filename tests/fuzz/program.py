@@ -37,7 +37,6 @@ class Context:
     step: int = 0
     rank: int = 0
     bombs: set[str] = field(default_factory=set)  # "forward" or "backward"
-    kept: list[Tensor] = field(default_factory=list)  # views of weights, until they are looked at
 
 
 class Both(NamedTuple):
@@ -95,9 +94,6 @@ class Node(nn.Module):
         if x is None:
             x, self.given = self.given, None
         y = getattr(self, self.spec["kind"] + "_")(x, tokens)
-        if self.spec.get("keeps") and torch.is_grad_enabled():
-            weights = [p for name, p in self.named_parameters() if "." not in name or "fc" in name]
-            self.context.kept += [weight.detach()[:2] for weight in weights if weight.dim() == 2]
         if self.spec.get("hooked") and y.requires_grad:
             y.register_hook(lambda grad: grad * 0.75)
         match self.spec.get("returns"):

@@ -102,10 +102,6 @@ class Run:
             losses.append(loss if usable else None)
         if any(loss is not None for loss in losses):
             self.backward(losses, op["keep"])
-        for replica in self.replicas:
-            for number, view in enumerate(replica.context.kept):
-                self.note(replica, f"kept weight {number}", full(view))
-            replica.context.kept.clear()
 
     def backward(self, losses: list[Any], keep: bool = False) -> None:
         if self.sharded:
@@ -198,8 +194,6 @@ class Run:
                     replica.model.reset_iter_state()
                 else:
                     self.drop_gradients(replica)
-        for replica in self.replicas:
-            replica.context.kept.clear()
 
     def do_eval(self, op: dict[str, Any]) -> None:
         self.counter += 1
