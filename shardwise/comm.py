@@ -220,8 +220,11 @@ class Pending:
             return
         self._works, self._finish = (), None
         with streams.stalling(self._what):
-            for work in works:
-                work.wait()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._what} failed: {error}") from error
             if self._landed is not None:
                 self._landed()
             if finish is not None:

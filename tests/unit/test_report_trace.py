@@ -102,7 +102,7 @@ def test_bytes_add_up_to_what_rests(profiles: list[dict[str, Any]]) -> None:
             assert held[kind] >= 0
         for kind in ("compute", "grad_transient"):
             assert held[kind] == start.get(kind, 0), kind
-        assert held["grad"] == start["grad"] > 0  # those of the step before lay there
+        assert held["grad"] > start.get("grad", 0)  # zero_grad comes after the recording
         assert highest["compute"] > 0 and highest["grad_transient"] > 0
 
 
