@@ -25,15 +25,12 @@ MESHES: dict[str, dict[str, int]] = {
     "hsdp": {"dp_outer": 2, "dp": 4},
     "hfsdp": {"dp_outer": 2, "dp": 4},
 }
-WORDS = ("*", "embedding.weight", "head.weight")
+WORDS = ("*", "head.weight")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"weights": "bf16"},
     "mxfp8": {"weights": "mxfp8"},
-    "mxfp8_rowcol": {"weights": "mxfp8_rowcol"},
-    "mxfp8_2d": {"weights": "mxfp8_2d"},
     "fp8_block": {"weights": "fp8_block"},
-    "mxfp8, embedding too": {"weights": "mxfp8", "include": WORDS},
-    "fp8_block, embedding and head too": {"weights": "fp8_block", "include": WORDS},
+    "fp8_block, head too": {"weights": "fp8_block", "include": WORDS},
 }
 
 

@@ -31,7 +31,7 @@ class CodedTensor(ExpertTensor):
     """Weights of experts as a gather leaves them: codes, encoded beforehand."""
 
     planes: ClassVar[dict[int, Plane]] = {}
-    coding = (True, True)  # type: ignore[assignment]
+    is_coded = True  # type: ignore[assignment]
 
     def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         (weight,) = self.parameters
@@ -40,11 +40,7 @@ class CodedTensor(ExpertTensor):
             high = weight.detach().reshape(-1, weight.shape[-1])
             (plane,) = encode(high, (SQUARE_128,), sharing=len(weight))
             self.planes[id(weight)] = plane
-        return expert_codes(plane, weight.shape, phase)
-
-
-class PlainGradient(CodedTensor):
-    coding = (True, False)  # type: ignore[assignment]
+        return expert_codes(plane.codes, plane.scales, weight.shape, phase)
 
 
 class Coded(grouped_mlp.Ours):
@@ -67,7 +63,6 @@ def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[R
     ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
     systems: dict[str, Any] = {"bf16": grouped_mlp.Ours(w1, w2, 0, "fused")}
     systems["fp8"] = Coded(w1, w2, CodedTensor)
-    systems["fp8, dW in bf16"] = Coded(w1, w2, PlainGradient)
     for system in systems.values():
         for parameter in system.parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

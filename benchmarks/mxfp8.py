@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import mxfp8_steps, report
-from shardwise.precision.fp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
-from shardwise.precision.fp8_functions import fp8_linear
-from shardwise.precision.fp8_products import Emulated, Workspace
-from shardwise.precision.fp8_tensor import FP8Tensor, Matrices
+from shardwise.precision.fp8 import BLOCKS, COLUMN, ROW, Block, Format, decode, empty_planes, encode
+from shardwise.precision.fp8_weight import Coded
 
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
@@ -73,11 +71,9 @@ class Case:
             "encode row + column": self.encode(self.x, (ROW, COLUMN)),
             "encode row": self.encode(self.x, (ROW,)),
             "encode column": self.encode(self.x, (COLUMN,)),
-            "encode 32x32": self.encode(self.x, (SQUARE,)),
             "encode row + column, from fp32": self.encode(self.wide, (ROW, COLUMN)),
             "decode row": self.decode(ROW),
             "decode column": self.decode(COLUMN),
-            "decode 32x32": self.decode(SQUARE),
         }
 
 
@@ -107,7 +103,7 @@ def bandwidth(copy: float, repeat: int, shapes: Sequence[tuple[int, int]]) -> re
 
 
 def linear_step(shape: tuple[int, int], format: str, tokens: int) -> Callable[[], object]:
-    """Forward and backward of one linear; an MXFP8 weight's gradient is fp32."""
+    """Forward and backward of one linear."""
     weight = torch.empty(shape, device="cuda").normal_(std=0.02)
     x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(tokens, shape[0], device="cuda", dtype=torch.bfloat16)
@@ -119,22 +115,24 @@ def linear_step(shape: tuple[int, int], format: str, tokens: int) -> Callable[[]
             torch.nn.functional.linear(x, plain).backward(grad)
 
         return step
-    parameter = torch.nn.Parameter(weight)
-    stored = FP8Tensor.encode(weight, format)  # type: ignore[arg-type]
-    products = Emulated(workspace=Workspace())
+    block = BLOCKS[format]  # type: ignore[index]
+    (plane,) = encode(weight, (block,))
+    codes = plane.codes, plane.scales
+    products = "fp8" if format == "fp8_block" else "emulated"
+    stored = Coded.of(shape, codes, None, products, requires_grad=True)
 
-    def mxfp8_step() -> None:
-        x.grad = parameter.grad = None
-        fp8_linear(x, stored, parameter=parameter, matmul=products).backward(grad)
+    def fp8_step() -> None:
+        x.grad = stored.grad = None
+        torch.nn.functional.linear(x, stored).backward(grad)
 
-    return mxfp8_step
+    return fp8_step
 
 
 def linears(repeat: int, shapes: Sequence[tuple[int, int]], tokens: int) -> report.Table:
     rows: list[report.Row] = []
     for shape in shapes:
         base = 0.0
-        for format in ("bf16", *get_args(Matrices)):
+        for format in ("bf16", *get_args(Format)):
             time = milliseconds(linear_step(shape, format, tokens), repeat)
             base = base or time
             rows.append({
@@ -143,8 +141,7 @@ def linears(repeat: int, shapes: Sequence[tuple[int, int]], tokens: int) -> repo
             })  # fmt: skip
     return report.Table(
         title=f"One linear, forward and backward, {tokens} tokens",
-        note="bf16: F.linear with bf16 gradients. MXFP8: decoded to bf16 for each product; the "
-        "weight gradient is fp32.",
+        note="bf16: F.linear with bf16 gradients. MXFP8: decoded to bf16 for each product.",
         columns={
             "format": ("weight", ""),
             "shape": ("shape", ""),
@@ -163,14 +160,14 @@ def sweep(copy: float, repeat: int, shape: tuple[int, int]) -> report.Table:
     case = Case(shape)
     rows: list[report.Row] = []
     tiles = [kernels.StripTile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
-    for blocks in ((ROW, COLUMN), (ROW,), (COLUMN,), (SQUARE,)):
+    for blocks in ((ROW, COLUMN), (ROW,), (COLUMN,)):
         planes = empty_planes(shape, blocks, "cuda")
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         nbytes = case.x.nbytes + sum(plane.nbytes for plane in planes)
         for tile in tiles:
             time = milliseconds(lambda: kernels.encode(case.x, by_block, tile=tile), repeat)  # noqa: B023
             rows.append(_swept(f"encode {blocks}", tile, time, nbytes, copy))
-    for block in (ROW, COLUMN, SQUARE):
+    for block in (ROW, COLUMN):
         (plane,) = encode(case.x, (block,))
         parts = plane.codes, plane.scales, block
         nbytes = plane.nbytes + case.out.nbytes

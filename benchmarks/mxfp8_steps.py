@@ -25,33 +25,22 @@ class Case:
     """How the GPT's weights are stored, and where."""
 
     weights: str
-    embedding: bool = False
-    square_head: bool = False
     stage: int = 3
 
     @property
     def title(self) -> str:
-        words = " + embedding" if self.embedding else ""
-        head = ", head 2d" if self.square_head else ""
-        return f"{self.weights}{words}{head}, zero({self.stage})"
+        return f"{self.weights}, zero({self.stage})"
 
     @property
     def precision(self) -> Any:
         import shardwise as sw
 
-        include = ("*", "embedding.weight") if self.embedding else ("*",)
-        return sw.Precision(weights=self.weights, reduce="fp32", include=include)
+        return sw.Precision(weights=self.weights, reduce="fp32")
 
 
-BF16, MXFP8, SQUARES = (Case(weights=weights) for weights in ("bf16", "mxfp8", "mxfp8_2d"))
-MXFP8_WORDS, SQUARES_WORDS = (replace(case, embedding=True) for case in (MXFP8, SQUARES))
-MXFP8_WORDS_HEAD = replace(MXFP8_WORDS, square_head=True)
+BF16, MXFP8, BLOCK = (Case(weights=weights) for weights in ("bf16", "mxfp8", "fp8_block"))
 BF16_ZERO1, MXFP8_ZERO1 = (replace(case, stage=1) for case in (BF16, MXFP8))
-CASES = {
-    case.title: case
-    for case in (BF16, MXFP8, SQUARES, MXFP8_WORDS, SQUARES_WORDS, MXFP8_WORDS_HEAD)
-    + (BF16_ZERO1, MXFP8_ZERO1)
-}
+CASES = {case.title: case for case in (BF16, MXFP8, BLOCK, BF16_ZERO1, MXFP8_ZERO1)}
 
 
 def optimizer_of(model: nn.Module) -> Callable[[], None]:
@@ -79,8 +68,6 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
     model, inputs, targets = gpt_and_tokens(config, device)
     wrap = partial(sw.fully_shard, mesh=mesh, placements=sw.zero(case.stage))
-    if case.square_head:
-        wrap(model.head, precision=SQUARES.precision, reshard_after_forward=False)
     for module in (*model.blocks, model):
         wrap(module, precision=case.precision)
     update = optimizer_of(model) if mesh.size() == 1 else partial(rewrite, model)
@@ -162,7 +149,7 @@ BYTES = {
 }
 HOW = (
     "fp32 main weights and grads, bf16 products. MXFP8: linear layers; embedding and norms\n"
-    "stay bf16, but for `+ embedding`. kept: compute weights between steps. A fresh process per\n"
+    "stay bf16. kept: compute weights between steps. A fresh process per\n"
     "row, 3 + 10 steps. "
 )
 
@@ -176,7 +163,7 @@ def planned(tiny: bool) -> Table:
     rows: list[Row] = []
     for again, what in ((None, "root kept after forward"), (True, "all released after forward")):
         base: Row | None = None
-        for case in (BF16, MXFP8, MXFP8_WORDS, SQUARES, SQUARES_WORDS):
+        for case in (BF16, MXFP8, BLOCK):
             made = sw.plan(
                 model, {"dp": FAKE_RANKS}, "zero3", precision=case.precision,
                 reshard_after_forward=again,
@@ -190,8 +177,7 @@ def planned(tiny: bool) -> Table:
         title=f"Bytes gathered by a rank of {FAKE_RANKS}, by `sw.plan`"
         + (", TINY DRY RUN" if tiny else ""),
         note=f"{MODEL}), whole weights, once a step. By default the root (embedding, norm, head)\n"
-        "stays gathered from forward to backward: bf16 brings a head once, in 2 bytes an element;\n"
-        "mxfp8 two planes of it, 2.06; mxfp8_2d one, 1.001. An embedding's backward reads nothing.",
+        "stays gathered from forward to backward.",
         columns={"case": ("weights", "s"), **BYTES},
         rows=rows,
     )
@@ -213,8 +199,7 @@ def pretended(options: Options, rows: list[Row]) -> Table:
     """Rank 0 of 8: no optimizer, and no loss, for what pretended ranks send is no weight."""
     return Table(
         title=f"Training step, rank 0 of {FAKE_RANKS} (`fake`)" + options.mark,
-        note=f"{MODEL}, 8 x 2048 tokens),\n" + HOW + "No optimizer here. `head 2d`: the head is a "
-        "unit\nof its own in mxfp8_2d, kept after forward, so one plane of it travels, once.",
+        note=f"{MODEL}, 8 x 2048 tokens),\n" + HOW + "No optimizer here.",
         columns=TIMES | MEMORY | BYTES,
         rows=rows,
     )
@@ -227,12 +212,12 @@ def run(tiny: bool) -> Iterator[Table]:
     backend = "nccl" if device == "cuda" else "gloo"
     yield planned(tiny)
     rows: list[Row] = []
-    for row in measured((BF16, MXFP8, MXFP8_WORDS, MXFP8_WORDS_HEAD), "fake", options):
+    for row in measured((BF16, MXFP8, BLOCK), "fake", options):
         rows.append(row)
         yield pretended(options, rows)
     rows = []
-    # zero(1) keeps both planes and encodes once a step; zero(3) encodes in each phase.
-    for row in measured((BF16, MXFP8, SQUARES, BF16_ZERO1, MXFP8_ZERO1), backend, options):
+    # zero(1) encodes once a step; zero(3) in each phase.
+    for row in measured((BF16, MXFP8, BLOCK, BF16_ZERO1, MXFP8_ZERO1), backend, options):
         rows.append(row)
         yield alone(backend, options, rows)
 

@@ -42,7 +42,7 @@ def block_scale(largest, rceil: tl.constexpr, native: tl.constexpr = False):
     """fp32 scales and their inverses, for blocks whose largest magnitudes have these bits (bf16 in
     the upper half)."""
     if rceil:
-        byte, inverse = scale_and_inverse(largest, True)
+        byte, inverse = scale_and_inverse(largest)
         bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
         scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
@@ -130,7 +130,7 @@ def _two(first, second, native: tl.constexpr):
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        first, second = to_codes(first, 1.0, True, False), to_codes(second, 1.0, True, False)
+        first, second = to_codes(first, 1.0, False), to_codes(second, 1.0, False)
         codes = first.to(tl.int16) | (second.to(tl.int16) << 8)
     return codes
 
@@ -206,26 +206,18 @@ def write_tile(
 
 @triton.jit
 def _quantise_kernel(
-    x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features, total,
-    stride, of_batch, of_head, bands, wide, rows: tl.constexpr, columns: tl.constexpr,
-    square: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr, even: tl.constexpr,
-    alone: tl.constexpr, heads: tl.constexpr, ragged: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features,
+    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
+    native: tl.constexpr, even: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
-    strips = tl.cdiv(features, 128)
-    if alone:
-        total = features
+    strips, stride = tl.cdiv(features, 128), features // 2
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    if heads:  # ``bands`` of tokens in a sequence, ``wide`` strips in a head
-        x_ptr += (band // bands).to(tl.int64) * of_batch + (strip // wide).to(tl.int64) * of_head
-        x_ptr += (band % bands).to(tl.int64) * 128 * stride + strip % wide * 64
-    else:
-        stride = features // 2
-        x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
+    x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
     pairs = features // 2 - strip * 64
     a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even, pairs, ragged)
     write_tile(
         a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
-        total, rows, columns, square, rceil, native, pairs, ragged,
+        features, rows, columns, square, rceil, native, pairs, ragged,
     )  # fmt: skip
 
 
@@ -314,42 +306,28 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 16; or heads
+    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 16
     planes: tuple[Tensor, Tensor] | None,  # uint8 [padded, features], fp32 [features / 128, padded]
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
     square: bool = False,  # of turned, with both: fp32 [features / 128, padded / 128]
     rounding: str = "exact",
 ) -> None:
-    """Fill the given planes, which may be the part of x in wider planes; ``padded``: the number of
-    tokens, rounded up to a multiple of 128. Heads are [batch, tokens, heads, features]: features
-    are contiguous, tokens and features are multiples of 128, and the planes hold the heads side by
-    side."""
+    """Fill the given planes; ``padded``: the number of tokens, rounded up to a multiple of 128."""
     assert not square or planes, "the rows find the largest magnitude of a tile"
-    places = (1,) * 5
-    if heads := x.dim() == 4:
-        batch, tokens, count, features = x.shape
-        of_batch, stride, of_head, _ = (step // 2 for step in x.stride())
-        places = stride, of_batch, of_head, tokens // WIDE, features // WIDE
-        tokens, features = batch * tokens, count * features
-    else:
-        tokens, features = x.shape
+    tokens, features = x.shape
     padded = -(-tokens // WIDE) * WIDE
     if not tokens:
         return
     codes, scales = (planes[0].view(torch.int16), planes[1]) if planes else (x, x)
     others, other_scales = (turned[0].view(torch.int32), turned[1]) if turned else (x, x)
-    total = features
-    if planes or turned:
-        total = planes[0].stride(0) if planes else turned[1].stride(0)  # type: ignore[index]
     # Warps: measured on an H200 with 4, 8 and 16, and with fewer registers, which takes longer.
     run(
         _quantise_kernel, (padded // WIDE * triton.cdiv(features, WIDE),),
-        x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features, total,
-        *places, rows=planes is not None, columns=turned is not None, square=square,
+        x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features,
+        rows=planes is not None, columns=turned is not None, square=square,
         rceil=rounding == "rceil", native=casts_natively(x.device), even=tokens == padded,
-        alone=total == features, heads=heads, ragged=features % WIDE > 0,
-        num_warps=8 if square else 4,
+        ragged=features % WIDE > 0, num_warps=8 if square else 4,
     )  # fmt: skip
 
 
@@ -470,7 +448,7 @@ def _rows_kernel(
     place = line.to(tl.int64) * columns + lane
     bits = bf16_bits(tl.load(x_ptr + place, mask=inside, other=0), False)
     scale, inverse = block_scale(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), rceil)
-    codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
+    codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, native)
     tl.store(codes_ptr + place, codes, mask=inside)
     tl.store(scales_ptr + line, scale, mask=line < rows)
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, SwiGLU and its gradient as fp8 codes in both orientations: see ``fp8_codes.py``.
+"""SwiGLU and its gradient as fp8 codes in both orientations: see ``fp8_codes.py``.
 
 ::
 
-    norm        h, factors, weight  ->  h · factors · weight     rows in 1x128, turned in 128x128
     SwiGLU      gate, up            ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
     gradient    dh, gate, up        ->  dgate, dup               rows in 1x128, turned in 1x128
 
-The factors of a norm, one for each token, are computed before, because a program has only 128
-features of its tokens. Values are computed once, in fp32, and rounded to bf16 before they become
-codes.
+Values are computed once, in fp32, and rounded to bf16 before they become codes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -56,38 +53,6 @@ def _swiglu_kernel(
         _h(gate[0], up[0], assembly), _h(gate[1], up[1], assembly), _h(gate[2], up[2], assembly),
         _h(gate[3], up[3], assembly), codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
         strip, padded, features, True, True, True, rceil, assembly,
-    )  # fmt: skip
-
-
-@triton.jit
-def _normed(
-    h, factors_ptr, token, tokens, lower, upper, even: tl.constexpr, assembly: tl.constexpr
-):  # fmt: skip
-    inside = None if even else token < tokens
-    factor = tl.load(factors_ptr + token, mask=inside, other=None if even else 0.0)
-    return to_words(low(h) * factor * lower, high(h) * factor * upper, assembly)
-
-
-@triton.jit
-def _norm_kernel(
-    h_ptr, factors_ptr, weight_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens,
-    padded, features, rceil: tl.constexpr, even: tl.constexpr, assembly: tl.constexpr,
-):  # fmt: skip
-    strips, stride = features // 128, features // 2
-    band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    start, left = band.to(tl.int64) * 128, tokens - band * 128
-    h = load_tile(h_ptr + start * stride + strip * 64, stride, left, even)
-    weight = tl.load(weight_ptr + strip * 64 + tl.arange(0, 64)[None, :])
-    lower, upper = low(weight), high(weight)
-    token = 4 * tl.arange(0, 32)[:, None]
-    factors_ptr += start
-    write_tile(
-        _normed(h[0], factors_ptr, token, left, lower, upper, even, assembly),
-        _normed(h[1], factors_ptr, token + 1, left, lower, upper, even, assembly),
-        _normed(h[2], factors_ptr, token + 2, left, lower, upper, even, assembly),
-        _normed(h[3], factors_ptr, token + 3, left, lower, upper, even, assembly),
-        codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, features,
-        True, True, True, rceil, assembly,
     )  # fmt: skip
 
 
@@ -169,26 +134,3 @@ def swiglu(
         constants |= {"gate_first": gate_first, "stages": STAGES, "num_warps": WARPS}
         programs = min(tiles, multiprocessors(gate.device))
         run(_swiglu_backward_kernel, (programs,), *arguments, tiles, **constants)
-
-
-def norm(
-    h: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128
-    factors: Tensor,  # fp32 [tokens], contiguous
-    weight: Tensor,  # bf16 [features]
-    planes: Sequence[Tensor],
-    *,
-    rounding: str = "exact",
-) -> None:
-    """Fill the planes of ``fp8_block.quantise`` with h · factors · weight, turned in 128x128. Rows
-    past the last token are zeros of either sign."""
-    tokens, features = h.shape
-    padded = -(-tokens // WIDE) * WIDE
-    if tokens:
-        codes, scales, turned, turned_scales = planes
-        run(
-            _norm_kernel, (padded // WIDE * (features // WIDE),),
-            h.view(torch.int32), factors, weight.view(torch.int32), codes.view(torch.int16), scales,
-            turned.view(torch.int32), turned_scales, tokens, padded, features,
-            rceil=rounding == "rceil", even=tokens == padded, assembly=not interpreted(),
-            num_warps=8,
-        )  # fmt: skip

@@ -66,7 +66,7 @@ def _largest(bits):
 
 @triton.jit
 def _codes(bits, inverse, native: tl.constexpr):
-    return to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
+    return to_codes(bits.to(tl.float32, bitcast=True), inverse, native)
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def _turn_kernel(
         codes = tl.load(codes_ptr + row.to(tl.int64) * columns + lane, mask=inside, other=0)
         if scaled:
             factor = tl.load(factors_ptr + row, mask=row < tl.load(ends_ptr + expert), other=0.0)
-            codes = to_codes(from_codes(codes, native), factor, True, native)
+            codes = to_codes(from_codes(codes, native), factor, native)
         line = strip * 128 + tl.arange(0, 128)[:, None]
         place = line.to(tl.int64) * room + number * 128 + tl.arange(0, 128)[None, :]
         tl.store(out_ptr + place, tl.trans(codes), mask=line < columns)

@@ -7,7 +7,7 @@ defines.
     x [rows, columns]                       one program: 32 rows, `strips` strips of 32 columns
       32 rows | strip | strip | strip |     tile [strips, 32, 32], loaded once
                                             largest magnitude over the last axis: row scales;
-                                            over the middle axis: column scales; over both: squares
+                                            over the middle axis: column scales
 
 The strips are the first axis because Triton gives neighbouring threads the last axis, then the
 first axis. So a warp covers part of a row, and most of the 32 rows of a column are in one thread.
@@ -50,7 +50,6 @@ TILES = {
     "both": StripTile(strips=4, warps=2),
     "row": StripTile(strips=8, warps=8),
     "column": StripTile(strips=4, warps=2),
-    "square": StripTile(strips=8, warps=4),
 }
 DECODE_TILE = StripTile(strips=8, warps=8)
 
@@ -70,15 +69,13 @@ def bf16_bits(raw, wide: tl.constexpr):
 
 
 @triton.jit
-def scale_and_inverse(largest, rceil: tl.constexpr):
+def scale_and_inverse(largest):
     """Scale bytes, and 2^(127 - scale) in fp32, for blocks whose largest magnitude has these bits.
 
     Rounding up is one addition: 0x1FFFFF carries into the exponent if 1.m is above 1.75.
     """
     undefined = largest >= 0x7F800000
-    exponent = tl.minimum(largest, 0x7F800000)
-    if rceil:
-        exponent += 0x1FFFFF
+    exponent = tl.minimum(largest, 0x7F800000) + 0x1FFFFF
     exponent = tl.maximum(exponent >> 23, 8)
     inverse = tl.where(undefined, 0x7FC00000, (262 - exponent) << 23)
     scale = tl.where(undefined, 255, exponent - 8)
@@ -86,12 +83,9 @@ def scale_and_inverse(largest, rceil: tl.constexpr):
 
 
 @triton.jit
-def to_codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
-    """e4m3 of ``values · inverse``, to nearest even; 0x7F for NaN."""
+def to_codes(values, inverse, native: tl.constexpr):
+    """e4m3 of ``values · inverse``, to nearest even; 0x7F for NaN. Nothing is above 448."""
     scaled = values * inverse
-    if not rceil:  # rceil leaves nothing above 448
-        scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        scaled = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
     if native:
         codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -127,9 +121,8 @@ def from_codes(codes, native: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["row_codes_ptr", "column_codes_ptr"])
 def _encode_kernel(
     x_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, columns,
-    wide: tl.constexpr, row: tl.constexpr, column: tl.constexpr, square: tl.constexpr,
-    rceil: tl.constexpr, native: tl.constexpr, even: tl.constexpr, vector: tl.constexpr,
-    strips: tl.constexpr,
+    wide: tl.constexpr, row: tl.constexpr, column: tl.constexpr, native: tl.constexpr,
+    even: tl.constexpr, vector: tl.constexpr, strips: tl.constexpr,
 ):  # fmt: skip
     width = columns // 32
     tiles = tl.cdiv(width, strips)
@@ -150,23 +143,18 @@ def _encode_kernel(
     magnitudes = bits & 0x7FFFFFFF
     inside = strip < width
 
-    if row or square:
+    if row:
         largest = tl.max(magnitudes, axis=2, keep_dims=True)  # [strips, 32, 1]
-        if square:
-            largest = tl.max(largest, axis=1, keep_dims=True)  # [strips, 1, 1]
-        scale, inverse = scale_and_inverse(largest, rceil)
-        codes = to_codes(values, inverse, rceil, native)
-        if square:
-            scale_target = row_scales_ptr + band * width + strip
-        else:
-            scale_target = row_scales_ptr + band * 32 * width + (line * width + strip)
+        scale, inverse = scale_and_inverse(largest)
+        codes = to_codes(values, inverse, native)
+        scale_target = row_scales_ptr + band * 32 * width + (line * width + strip)
         target = tl.multiple_of(row_codes_ptr + start + place, [1, 1, vector])
         tl.store(target, codes, mask=None if even else inside)
         tl.store(scale_target, scale, mask=None if even else inside)
     if column:
         largest = tl.max(magnitudes, axis=1, keep_dims=True)  # [strips, 1, 32]
-        scale, inverse = scale_and_inverse(largest, rceil)
-        codes = to_codes(values, inverse, rceil, native)
+        scale, inverse = scale_and_inverse(largest)
+        codes = to_codes(values, inverse, native)
         scale_target = column_scales_ptr + band * columns + (strip * 32 + lane)
         target = tl.multiple_of(column_codes_ptr + start + place, [1, 1, vector])
         tl.store(target, codes, mask=None if even else inside)
@@ -176,8 +164,8 @@ def _encode_kernel(
 @triton.jit(do_not_specialize_on_alignment=["codes_ptr"])
 def _decode_kernel(
     codes_ptr, scales_ptr, out_ptr, columns,
-    high: tl.constexpr, wide: tl.constexpr, native: tl.constexpr, even: tl.constexpr,
-    vector: tl.constexpr, strips: tl.constexpr,
+    high: tl.constexpr, native: tl.constexpr, even: tl.constexpr, vector: tl.constexpr,
+    strips: tl.constexpr,
 ):  # fmt: skip
     width = columns // 32
     tiles = tl.cdiv(width, strips)
@@ -188,13 +176,11 @@ def _decode_kernel(
     lane = tl.arange(0, 32)[None, None, :]
     start = band * 32 * columns
     place = line * columns + strip * 32 + lane  # [strips, 32, 32]
-    # One scale for each row (or for 32 rows) and each strip (or each of its columns).
+    # One scale for each row and each strip, or for 32 rows and each column.
     if high == 1:
         scale_source = scales_ptr + band * 32 * width + (line * width + strip)
-    elif wide == 1:
-        scale_source = scales_ptr + band * columns + (strip * 32 + lane)
     else:
-        scale_source = scales_ptr + band * width + strip
+        scale_source = scales_ptr + band * columns + (strip * 32 + lane)
     source = tl.multiple_of(codes_ptr + start + place, [1, 1, vector])
     if even:
         code = tl.load(source)
@@ -229,34 +215,27 @@ def encode(
     x: Tensor,  # [rows, columns], contiguous, bf16 or fp32
     planes: Planes,
     *,
-    rceil: bool = True,
     native: bool | None = None,
     tile: StripTile | None = None,
 ) -> None:
-    """Fill ``planes``: row and column planes in one pass, a square plane in another."""
+    """Fill ``planes``, a row plane, a column plane, or both."""
     rows, columns = x.shape
     wide = x.dtype == torch.float32
     raw = x.view(torch.int32 if wide else torch.int16)
     native = casts_natively(x.device) if native is None else native
-    passes = [
-        {"row": (1, 32) in planes, "column": (32, 1) in planes, "square": False},
-        {"row": False, "column": False, "square": (32, 32) in planes},
-    ]
-    for wanted in passes:
-        if not any(wanted.values()):
-            continue
-        names = [name for name, is_wanted in wanted.items() if is_wanted]
-        chosen = tile or TILES["both" if len(names) == 2 else names[0]]
-        first = planes.get((32, 32) if wanted["square"] else (1, 32), (raw, raw))
-        second = planes.get((32, 1), (raw, raw))
-        strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
-        grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
-        run(
-            _encode_kernel, grid,
-            raw, *first, *second, columns, wide=wide, **wanted, rceil=rceil, native=native,
-            even=columns // 32 % strips == 0, vector=_vector(first[0], second[0]), strips=strips,
-            num_warps=chosen.warps, maxnreg=chosen.registers,
-        )  # fmt: skip
+    row, column = (1, 32) in planes, (32, 1) in planes
+    if not (row or column):
+        return
+    chosen = tile or TILES["both" if row and column else "row" if row else "column"]
+    first, second = planes.get((1, 32), (raw, raw)), planes.get((32, 1), (raw, raw))
+    strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
+    grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
+    run(
+        _encode_kernel, grid,
+        raw, *first, *second, columns, wide=wide, row=row, column=column, native=native,
+        even=columns // 32 % strips == 0, vector=_vector(first[0], second[0]), strips=strips,
+        num_warps=chosen.warps, maxnreg=chosen.registers,
+    )  # fmt: skip
 
 
 def decode(
@@ -274,7 +253,7 @@ def decode(
     grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
     run(
         _decode_kernel, grid,
-        codes, scales, out, columns, high=block[0], wide=block[1],
+        codes, scales, out, columns, high=block[0],
         native=casts_natively(codes.device) if native is None else native,
         even=columns // 32 % strips == 0, vector=_vector(codes), strips=strips,
         num_warps=chosen.warps, maxnreg=chosen.registers,

@@ -175,9 +175,11 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if ctx.products == "fp8":
             if wants_x or wants_weight:
-                x = (kept, of_kept) if wants_weight else (None, None)
-                options = wants_x, ctx.weight_dtype
-                of_x, of_weight = block_backward(grad, codes, scales, *x, *options)
+                if not wants_weight:
+                    kept = of_kept = None
+                of_x, of_weight = block_backward(
+                    grad, codes, scales, kept, of_kept, wants_x, ctx.weight_dtype
+                )
         else:
             if wants_x:
                 of_x = product(grad, codes, scales, None, "backward", ctx.products)

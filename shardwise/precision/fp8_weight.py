@@ -28,6 +28,8 @@ Codes = tuple[Tensor, Tensor]  # codes [rows, columns] and scales, both as matri
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.view.default)
+# Writes that would go to a copy, and be lost: ``weight[i] = ...``, ``weight.data = ...``.
+_LOST: Any = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _NAMES = ("codes", "scales", "back_codes", "back_scales")
 
 
@@ -97,12 +99,14 @@ class Coded(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear:
                 return _linear(*args, **kwargs)
-            if func is Tensor.__setitem__ and isinstance(args[0], Coded):
-                raise _refusal("__setitem__", args[0])  # would write to a copy, and be lost
+            if func in _LOST and isinstance(args[0], Coded):
+                raise _refusal(func.__name__, args[0])
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _SAME and (len(args) < 2 or tuple(args[1]) == tuple(args[0].shape)):
             return Coded.like(args[0])

@@ -63,6 +63,10 @@ class Gradients:
         # Called when a gradient has come (from autograd, or a delayed one from a kernel).
         self.arrived: Callable[[], None] = lambda: None
         self.missing: set[int] = set()  # what this backward will bring and has not brought
+        # If no more elements than this are missing, the last gradient may be next: that of one
+        # matrix, with those of its bias and norm.
+        sizes = [item.numel for item in layout.items]
+        self.one_more = max(sizes) + sum(sizes) // 64
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
         self.has_unpacked = False  # whether autograd has left gradients on the leaves
         self.late = False  # whether forwards say that some gradients will be delayed
@@ -153,6 +157,10 @@ class Gradients:
             if index not in self._wanted and self.unsharded[index].requires_grad and will_run(node):
                 self._wanted.add(index)
                 self.missing.add(index)
+
+    @property
+    def missing_elements(self) -> int:
+        return sum(self.layout.items[index].numel for index in self.missing)
 
     def is_wanted(self, index: int) -> bool:
         """Whether the backward that runs now (perhaps that of a reentrant checkpoint) brings this
@@ -502,8 +510,8 @@ def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
     if gradients is not None:
         gradients.has_unpacked, missing = True, gradients.missing
         missing.discard(index)
-        if len(missing) < 2:  # else there is nothing to do yet
-            gradients.arrived()
+        if len(missing) < 8 and gradients.missing_elements <= gradients.one_more:
+            gradients.arrived()  # else there is nothing to do yet
 
 
 def reduce_shares(

@@ -314,8 +314,8 @@ class Unit:
             return
         groups = self.groups
         if self.backward == "inside":
-            missing = sum(len(group.gradients.missing) for group in groups)
-            if missing == 1:
+            missing = sum(group.gradients.missing_elements for group in groups)
+            if 0 < missing <= max(group.gradients.one_more for group in groups):
                 # The weights of two units, the gradients of this one and the packed gradients of
                 # the one before take the memory of four units: free these before the last comes.
                 self.runtime.finish_issued()

@@ -96,6 +96,7 @@ def test_writes_that_would_be_lost_are_refused(rank: int, world_size: int) -> No
         "uniform_": lambda: nn.init.kaiming_uniform_(weight),
         "__setitem__": lambda: weight.__setitem__(0, 1.0),
         "add_": augmented,
+        "__set__": lambda: setattr(weight, "data", one),
         "mul": lambda: torch.mul(one, 2, out=weight),
         "_foreach_mul_": lambda: torch._foreach_mul_([weight], 2.0),
     }

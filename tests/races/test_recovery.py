@@ -37,7 +37,6 @@ class Failing:
 FORMATS: dict[str, sw.Precision] = {
     "bf16": sw.Precision(weights="bf16"),
     "mxfp8": sw.Precision(weights="mxfp8"),
-    "fp8_block": sw.Precision(weights="fp8_block"),
 }
 
 
