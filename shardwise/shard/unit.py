@@ -229,7 +229,7 @@ class Unit:
             parameters[name] = leaves[index]
 
     def hide(self) -> None:
-        """Let the modules hold the parameters at rest, trained or frozen as the whole weights are."""
+        """Let the modules hold the parameters at rest; whether each trains is carried over."""
         if self.shown:
             self.shown = False
             for group in self.groups:

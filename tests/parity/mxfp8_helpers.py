@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with fp8 weights, and the same training with bf16 weights quantised at use."""
+"""The same training with fp8 weights and with bf16 weights that are quantised at use."""
 
 from __future__ import annotations
 
