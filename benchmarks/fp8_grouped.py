@@ -156,6 +156,7 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
     work = ("flops", 2 * len(x) * out * deep)
     weight = torch.randn(experts, out, deep, device="cuda", dtype=torch.bfloat16) / deep**0.5
     (plane,) = encode(weight.view(-1, deep), (SQUARE_128,), sharing=experts)
+    coded = plane.codes, plane.scales
     yield f"{name} bf16, torch", work, partial(F.grouped_mm, x, weight.mT, offs=ends)
     if name == "fc1":
         run: Callable[[], object] = partial(
@@ -163,7 +164,7 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
         )
         yield "fc1 bf16 and activation", work, run
     for phase, source in (("forward", x), ("backward", dy)):
-        codes, rows = expert_codes(plane, weight.shape, phase), CodedRows.of(source)  # type: ignore[arg-type]
+        codes, rows = expert_codes(*coded, weight.shape, phase), CodedRows.of(source)
         yield f"{name} {phase}", work, partial(codes.product, rows, ends)
         run = partial(
             torch._scaled_grouped_mm,
@@ -176,7 +177,7 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
             use_fast_accum=True,
         )
         yield f"{name} {phase}, torch", work, run
-    run = partial(expert_codes, plane, weight.shape, "backward")
+    run = partial(expert_codes, *coded, weight.shape, "backward")
     yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run
     into = torch.zeros(weight.shape, device="cuda")
     del codes, weight, plane

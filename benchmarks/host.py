@@ -124,7 +124,8 @@ def parts(device: torch.device) -> None:
     bf16 = torch.bfloat16
     x, w = (torch.randn(512, 512, device=device, dtype=bf16) for _ in range(2))
     (plane,) = encode(w, (SQUARE_128,))
-    quantised = fp8_block.quantise(x, True, 128, "exact")
+    quantised = fp8_block.quantise(x, True, 128)
+    rows, weight = quantised[:2], (plane.codes, plane.scales)
     codes = plane.codes.view(torch.float8_e4m3fn)
     out = torch.empty_like(x)
     calls: dict[str, Callable[[], object]] = {
@@ -136,14 +137,12 @@ def parts(device: torch.device) -> None:
         "_scaled_mm of one scale": lambda: torch._scaled_mm(
             codes, codes.t(), scale_a=plane.scales[0, 0], scale_b=plane.scales[0, 0], out_dtype=bf16
         ),
-        "multiply, forward": lambda: fp8_block.multiply(*quantised[:2], plane, "forward", bf16),
-        "multiply, backward": lambda: fp8_block.multiply(*quantised[:2], plane, "backward", bf16),
+        "multiply, forward": lambda: fp8_block.multiply(*rows, *weight, "forward", bf16),
+        "multiply, backward": lambda: fp8_block.multiply(*rows, *weight, "backward", bf16),
         "turn": lambda: kernels.turn(plane.codes, plane.scales),
         "memory of quantise": lambda: fp8_block.empty(x, True, 128),
-        "quantise": lambda: fp8_block.quantise(x, True, 128, "exact"),
-        "operator quantise": lambda: torch.ops.shardwise.fp8_quantise.default(
-            x, True, 128, "exact"
-        ),
+        "quantise": lambda: fp8_block.quantise(x, True, 128),
+        "operator quantise": lambda: torch.ops.shardwise.fp8_quantise.default(x, True, 128),
         "new_empty": lambda: x.new_empty(512, 512),
         "view and t": lambda: (plane.codes.view(torch.float8_e4m3fn), codes.t()),
     }

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.padding import llama_3_8b, matrices_in
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
-from shardwise.layout import Item, plan
+from shardwise.core.buckets import Bucket
+from shardwise.core.layout import Item, plan
 from shardwise.optim.ownership import assign_owners
-from shardwise.shard.buckets import Bucket
 
 REAL = (2, 3, 4)
 PLANNED = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -32,7 +32,7 @@ WIDTHS = {"fp32": 4, "fp16": 2}
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     """One Muon step of square matrices under zero(3): its collectives, as comm counted them."""
     import shardwise as sw
-    from shardwise import comm
+    from shardwise.core import comm
 
     (wire,) = options.systems
     torch.manual_seed(0)

@@ -23,13 +23,13 @@ import torch
 
 import shardwise as sw
 from benchmarks import report
-from shardwise.layout import ROW, TENSOR, Item, tensor_fraction
+from shardwise.core.buckets import Bucket, plan_elements, plan_matrices
+from shardwise.core.layout import ROW, TENSOR, Item, tensor_fraction
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.presets import DEFAULT, PRESETS, cost
 from shardwise.optim.split import Matrix, matrices_of, stored_matrices
-from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 
 BUCKET_MB, WIDTH = 256, 2  # bf16 weights
 SHOWN = (2, 3, 4, 7, 8, 13, 16, 32, 48, 64, 100, 127, 128, 256, 384, 512, 768, 1000, 1009, 1024)

@@ -89,7 +89,7 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, dict[str,
 def figures_of(case: str, optimizer: str, mesh: DeviceMesh, tiny: bool) -> dict[str, int]:
     """Bytes of the second step, on the rank that needs most."""
     import shardwise as sw
-    from shardwise.memory import ledger
+    from shardwise.core.memory import ledger
 
     torch.manual_seed(0)
     settings = sw.muon(step_bytes=UNBOUNDED if "unbounded" in optimizer else None)

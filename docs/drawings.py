@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 import shardwise as sw
+from shardwise.core.placements import STRATEGIES
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
 from shardwise.report.figures import KINDS

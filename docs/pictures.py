@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.layout import TENSOR, Item, plan
-from shardwise.placements import PARTIAL, REPLICATE, STRATEGIES
-from shardwise.placements import steps as steps_between
+from shardwise.core.layout import TENSOR, Item, plan
+from shardwise.core.placements import PARTIAL, REPLICATE, STRATEGIES
+from shardwise.core.placements import steps as steps_between
 from shardwise.shard import unit
 
 SHAPES = {"wq": (8, 16), "wk": (4, 16), "wv": (4, 16), "wo": (16, 8), "norm": (16,)}

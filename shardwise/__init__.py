@@ -49,7 +49,7 @@ def check_torch() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A submodule (``shardwise.comm``), or a name of ``shardwise.api``."""
+    """A submodule (``shardwise.core.comm``), or a name of ``shardwise.api``."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     check_torch()

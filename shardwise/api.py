@@ -3,11 +3,13 @@
 
 from torch.distributed.fsdp import register_fsdp_forward_method, share_comm_ctx
 
-from shardwise import comm
 from shardwise.checkpoint import load, save
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
-from shardwise.memory import ledger
-from shardwise.mesh import init_mesh
+from shardwise.core import comm
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, rows
+from shardwise.core.memory import ledger
+from shardwise.core.mesh import init_mesh
+from shardwise.core.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
+from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.matrix_function import matrix_optimizer
 from shardwise.optim.muon import muon
@@ -15,7 +17,6 @@ from shardwise.optim.optimizers import Muon, optimizer
 from shardwise.optim.routing import route
 from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
-from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
@@ -25,7 +26,6 @@ from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, mark_written
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
-from shardwise.tensor import ShardedTensor
 
 __all__ = [
     "ELEMENT",

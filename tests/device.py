@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.streams import Lanes
+from shardwise.core.streams import Lanes
 from tests.ranks import run_ranks
 
 TOKENS = 61

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.streams import Lanes
+from shardwise.core.streams import Lanes
 from tests.ranks import run_ranks
 
 WIDTH = 256

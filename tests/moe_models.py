@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import GroupedLinear, MixtureOfExperts, Routing, convert_gate_up, swiglu
 from tests.one_card import device_type
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' ranks on one GPU: ``pytest --device cuda``.
 
-The processes share the GPU by time slices and send through sockets (``shardwise.rehearsal``): this
+The processes share the GPU by time slices and send through sockets (``core/rehearsal.py``): this
 shows what is right, never what is fast.
 
     pytest process   sees no GPU: what runs no ranks is a test of the CPU
@@ -32,7 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from shardwise.rehearsal import share_gpu
+from shardwise.core.rehearsal import share_gpu
 
 DEVICE = "SHARDWISE_TEST_DEVICE"  # of the ranks of this session: cpu or cuda
 GPU = "SHARDWISE_TEST_GPU"  # what CUDA_VISIBLE_DEVICES was before the session hid the GPU

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import shardwise as sw
 from benchmarks.report import RESULTS, Table, circumstances, write
 from shardwise.checkpoint import Manifest, Store, valid_checkpoints
-from shardwise.placements import STRATEGIES
+from shardwise.core.placements import STRATEGIES
 from shardwise.report.html import read_events
 from shardwise.train import loop, metrics
 from tests.faults.test_store_kill import assert_holds, fork, model_at, set_step

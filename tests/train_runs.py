@@ -33,9 +33,9 @@ from unittest import mock
 import torch
 
 from shardwise.cli import main, run
+from shardwise.core.tensor import ShardedTensor
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
-from shardwise.tensor import ShardedTensor
 from shardwise.train.build import precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import plan_inputs

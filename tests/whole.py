@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.agreement import all_ranks
+from shardwise.core import comm
+from shardwise.core.agreement import all_ranks
 
 
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
-from shardwise.mesh import Ranks
-from shardwise.tensor import Backing, Cut, ShardedTensor
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
+from shardwise.core.mesh import Ranks
+from shardwise.core.tensor import Backing, Cut, ShardedTensor
 from tests.one_card import device_type
 from tests.ranks import run_ranks
 

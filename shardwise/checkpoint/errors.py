@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shardwise import agreement, comm
+from shardwise.core import agreement, comm
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.files import File
 from shardwise.checkpoint.manifest import METADATA
 from shardwise.checkpoint.values import dtype_name, dtype_of, parse_json
-from shardwise.layout import Shape
+from shardwise.core.layout import Shape
 
 MAX_BYTES = 1 << 27
 MAX_DIMENSIONS = 64

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import comm
 from shardwise.checkpoint.errors import MismatchError, listed, ranks_with_data, together
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, differences
 from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
 from shardwise.checkpoint.state import State, model_state, unwrapped
 from shardwise.checkpoint.values import RandomStates
-from shardwise.layout import Shape
+from shardwise.core import comm
+from shardwise.core.layout import Shape
 from shardwise.shard.state_dict import clean
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shardwise.checkpoint.errors import CheckpointError, shown
 from shardwise.checkpoint.index import Entry
@@ -23,12 +22,13 @@ from shardwise.checkpoint.pieces import Stack
 from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.state import State, state_key, tensor_problems
 from shardwise.checkpoint.values import encode
-from shardwise.layout import Shape
+from shardwise.core.compat import tree_leaves
+from shardwise.core.layout import Shape
+from shardwise.core.tensor import ShardedTensor
 from shardwise.notices import warn_once
 from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optim.storage import buffer_of, local_of
-from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.errors import DamagedError
-from shardwise.layout import Shape
+from shardwise.core.layout import Shape
+from shardwise.core.streams import Lanes
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.activation import convert_gate_up
 from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear
 from shardwise.moe.keys import indexed_keys
-from shardwise.streams import Lanes
-from shardwise.tensor import ShardedTensor
 
 _ALIGNMENT = 64
 

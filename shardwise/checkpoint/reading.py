@@ -27,7 +27,7 @@ from shardwise.checkpoint.manifest import INDEX, NAME, STATE, Manifest, rank_fil
 from shardwise.checkpoint.pieces import Piece, local_pieces
 from shardwise.checkpoint.state import State, check_json_state, model_key, state_key
 from shardwise.checkpoint.values import RandomStates
-from shardwise.tensor import ShardedTensor
+from shardwise.core.tensor import ShardedTensor
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import comm
 from shardwise.checkpoint.attempt import GIVEN_UP, Attempt, is_abandoned, temporary
 from shardwise.checkpoint.errors import (
     CheckpointError,
@@ -45,6 +44,7 @@ from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
 from shardwise.checkpoint.state import json_state, model_state, placements_of
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
+from shardwise.core import comm
 
 log = logging.getLogger(__name__)
 

@@ -30,13 +30,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import comm
 from shardwise.checkpoint import saving
 from shardwise.checkpoint.attempt import Attempt, is_abandoned, temporary
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, SaveError, ranks_with_data
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.pieces import Staging
+from shardwise.core import comm
 
 log = logging.getLogger(__name__)
 background = logging.getLogger(f"{__name__}.background")  # errors that `wait` raises too

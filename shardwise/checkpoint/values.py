@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
+from shardwise.core.tensor_whole import WholeTensor
 from shardwise.notices import warn_once
-from shardwise.tensor_whole import WholeTensor
 
 MAX_ARRAY_BYTES = 1 << 20  # larger arrays belong to the model or the optimizer
 MAX_JSON_BYTES = 1 << 26

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import (
     Call,

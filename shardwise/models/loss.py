@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
-from shardwise import comm
-from shardwise.mesh import Ranks
-from shardwise.placements import chunk_range
+from shardwise.core import comm
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import chunk_range
 from shardwise.precision.fp8_weight import Coded
 
 IGNORED = -100  # a target that is not scored

@@ -33,10 +33,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardwise import comm
+from shardwise.core import comm
+from shardwise.core.placements import chunk_range
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import tensor_parallel_problems
-from shardwise.placements import chunk_range
 from shardwise.shard.found import UNEVEN
 
 

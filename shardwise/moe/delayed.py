@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.hooks import on_use
+from shardwise.core.hooks import on_use
 from shardwise.moe.weights import Pending, is_wanted, parameters_of
 from shardwise.words import quoted
 

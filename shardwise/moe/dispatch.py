@@ -42,12 +42,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise import comm
-from shardwise.agreement import differ
+from shardwise.core import comm
+from shardwise.core.agreement import differ
+from shardwise.core.streams import Lanes
+from shardwise.core.uncompiled import operator
 from shardwise.kernels import has_triton
 from shardwise.moe.router import Routes
-from shardwise.streams import Lanes
-from shardwise.uncompiled import operator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up, wide
 from shardwise.moe.coded import CodedRows, Into, parts_of, rows_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe.activation import Activation, Form
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear, LayoutName

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
-from shardwise.agreement import differ
+from shardwise.core import comm
+from shardwise.core.agreement import differ
+from shardwise.core.compat import disable_dynamo
 from shardwise.moe.activation import Activation
 from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -167,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         self.experts.backward_dw()
 
 
-_between_graphs = _disable_dynamo(MixtureOfExperts._compute)
+_between_graphs = disable_dynamo(MixtureOfExperts._compute)
 
 
 def _check_axis(what: str, axis: Any) -> None:

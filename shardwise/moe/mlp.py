@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.uncompiled import library, operator
 from shardwise.moe.activation import Activation, Form, wide
 from shardwise.moe.coded import CodedRows, parts_of, rows_of
 from shardwise.moe.grouped_linear import bias_writer, weight_writer
@@ -51,7 +52,6 @@ from shardwise.moe.weights import (
     remember,
     saved_by,
 )
-from shardwise.uncompiled import library, operator
 
 
 @dataclass(frozen=True, eq=False)

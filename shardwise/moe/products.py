@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.core.uncompiled import uncompiled
 from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
 from shardwise.moe.coded import ExpertCodes, Into, aligned
 from shardwise.moe.weights import ExpertTensor, parameters_of
-from shardwise.uncompiled import uncompiled
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply

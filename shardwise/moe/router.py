@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
-from shardwise.mesh import Ranks
+from shardwise.core import comm
+from shardwise.core.compat import inside_backward
+from shardwise.core.mesh import Ranks
+from shardwise.core.uncompiled import operator
 from shardwise.moe import forgotten
 from shardwise.moe.activation import wide
-from shardwise.uncompiled import operator
 from shardwise.words import bound_problems, choice_problems, type_problems
 
 
@@ -218,7 +219,7 @@ class Router(nn.Module):
             if capacity is not None:
                 self.dropped += dropped if late else _first_time(dropped)
         loss = losses(logits, scores, chosen, self._total(wanted, logits), routing, length)
-        if self.training and not torch.compiler.is_compiling() and (late or not _recomputing()):
+        if self.training and not torch.compiler.is_compiling() and (late or not inside_backward()):
             forgotten.watch_loss(self, weights, loss)
         return Routes(
             experts=chosen,
@@ -236,7 +237,7 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             self._without_gradients += 1
             return False
-        late = self._without_gradients > 0 and _recomputing()
+        late = self._without_gradients > 0 and inside_backward()
         self._without_gradients -= late
         return late
 
@@ -299,12 +300,7 @@ def _sum_over(counts: Tensor, axis: str) -> Tensor:
 @operator("first_time(Tensor counts) -> Tensor", torch.empty_like)
 def _first_time(counts: Tensor) -> Tensor:
     """``counts``; zeros if this forward runs inside a backward: then they were counted before."""
-    return torch.zeros_like(counts) if _recomputing() else counts.clone()
-
-
-def _recomputing() -> bool:
-    """Whether this runs inside a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    return torch.zeros_like(counts) if inside_backward() else counts.clone()
 
 
 def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.core.uncompiled import library, operator
 from shardwise.moe.dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -52,7 +53,6 @@ from shardwise.moe.mlp import (
 from shardwise.moe.products import check_ends
 from shardwise.moe.router import Routes
 from shardwise.moe.weights import Pending, originals, remember
-from shardwise.uncompiled import library, operator
 
 _ops: Any = torch.ops.shardwise
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.compat import plain_attributes, will_run
 from shardwise.moe.coded import ExpertCodes, is_coded, operand
 from shardwise.precision.fp8 import Reads
 from shardwise.precision.fp8_weight import Coded
@@ -83,7 +84,7 @@ class ExpertShare(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             result = func(*args, **(kwargs or {}))
         return cls.of(result) if func in _COPIES else result
 
@@ -310,12 +311,9 @@ def _read(parameter: Tensor, phase: Reads) -> Any:
 
 def is_wanted(leaf: Tensor) -> bool:
     """Whether the backward that runs now computes the gradient of this leaf."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+    with plain_attributes(), torch.enable_grad():
         node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
-    except RuntimeError:  # torch.autograd.grad with this leaf among its inputs
-        return True
+    return will_run(node, asked_for=True)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.kernels.forms import Polynomial
 from shardwise.kernels.newton_schulz import iterate_direct
 from shardwise.optim.presets import Form, newton_schulz

@@ -27,11 +27,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.memory import counted
+from shardwise.core import comm
+from shardwise.core.memory import counted
+from shardwise.core.streams import Lanes
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.split import Matrix
-from shardwise.streams import Lanes
 
 KIND = "step"  # the kind of a step's memory in the ledger
 Key = tuple[int, int]  # (matrix, number within its ``shapes``)

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.cut import Cut
-from shardwise.division import ByMatrix
-from shardwise.layout import ELEMENT, Item, Layout
-from shardwise.mesh import Ranks
+from shardwise.core.cut import Cut
+from shardwise.core.division import ByMatrix
+from shardwise.core.layout import ELEMENT, Item, Layout
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import joint_places, ranks_by
+from shardwise.core.streams import read_later
+from shardwise.core.tensor import ShardedTensor
+from shardwise.core.tile import replicated_tile
 from shardwise.optim.exchange import Batch, Key, Span
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
 from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, States, StepValues
 from shardwise.optim.muon_step import MuonGroup
 from shardwise.optim.storage import cut_into_pieces, local_of
-from shardwise.placements import joint_places, ranks_by
-from shardwise.streams import read_later
-from shardwise.tensor import ShardedTensor
-from shardwise.tile import replicated_tile
 
 STEPS = "steps"  # the state that counts the steps of a matrix
 

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
-from shardwise.cut import Cut, reduced
-from shardwise.division import Division
-from shardwise.hooks import refuse_unreduced
+from shardwise.core import comm
+from shardwise.core.compat import GRAD
+from shardwise.core.cut import Cut, reduced
+from shardwise.core.division import Division
+from shardwise.core.hooks import refuse_unreduced
+from shardwise.core.tensor import ShardedTensor
+from shardwise.core.tensor_whole import gathered
 from shardwise.optim.storage import buffer_of, local_of, sharding_of
-from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.tensor_whole import gathered
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
 # there is no such axis.

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.division import ByMatrix, Division
+from shardwise.core import comm
+from shardwise.core.division import ByMatrix, Division
+from shardwise.core.tensor import ShardedTensor
 from shardwise.kernels.newton_schulz import uses_kernels
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import Batch, Exchange, Span
@@ -40,7 +41,6 @@ from shardwise.optim.storage import (
     pieces_of,
     sharding_of,
 )
-from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
 # Matrices of parameters that are cut and priced alike, which are made once. A value holds its

@@ -20,12 +20,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from shardwise.core.memory import held
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.ahead import planned
 from shardwise.kernels.forms import Polynomial, choose, num_grams
 from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
-from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
 from shardwise.optim.settings import range_problems
 from shardwise.words import choice_problems

@@ -19,8 +19,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from shardwise.core.memory import counted, held
 from shardwise.kernels.tables import Matrices
-from shardwise.memory import counted, held
 from shardwise.optim import muon
 from shardwise.optim.exchange import KIND, Batch, Span
 from shardwise.optim.gradients import division_of, gradient_of, moved_state, zero_state

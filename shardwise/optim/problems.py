@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.agreement import raise_together
+from shardwise.core.agreement import raise_together
 from shardwise.optim.routing import Route, route_problems
 from shardwise.optim.storage import axes_of, cut_along_rows, sharding_of, storage_problem
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.division import Evenly, Span, divide_evenly
-from shardwise.memory import counted
+from shardwise.core import comm
+from shardwise.core.division import Evenly, Span, divide_evenly
+from shardwise.core.memory import counted
+from shardwise.core.placements import ranks_by
+from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.ownership import WIDTH, Ownership
 from shardwise.optim.split import Piece
 from shardwise.optim.storage import Sharding, buffer_of, pieces_of
-from shardwise.placements import ranks_by
-from shardwise.tensor import ShardedTensor
 
 
 def evenly_is_cheaper(plan: Ownership) -> bool:

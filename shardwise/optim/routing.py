@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from shardwise.layout import Shape
+from shardwise.core.layout import Shape
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.optim.split import Split
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.muon import MuonSettings, muon, scale_of
 from shardwise.optim.routing import routes_of
 from shardwise.optim.split import matrices_of
-from shardwise.tensor import ShardedTensor
 from shardwise.words import aligned
 
 

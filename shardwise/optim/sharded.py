@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.compat import plain_attributes
+from shardwise.core.uncompiled import uncompiled
 from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise
@@ -45,7 +47,6 @@ from shardwise.optim.problems import parameter_problems, raise_unless_same, summ
 from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
 from shardwise.optim.settings import GroupSettings, group_of
 from shardwise.optim.storage import local_of, mark_written
-from shardwise.uncompiled import uncompiled
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,6 @@ SETTINGS: dict[str, Any] = {
 }
 # A step reads .grad of hundreds of parameters and computes on plain pieces alone. It avoids
 # __torch_function__, which our DTensors have in some versions of torch.
-_plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -266,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_plan()
         if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
             self._make_states()
-        with _plain_attributes():
+        with plain_attributes():
             self._gradients.place()
             clip, changes = self._take_clip()
             if clip is None:
@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not changes:
             return loss
         try:
-            with _plain_attributes(), torch._C._DisableAutocast():
+            with plain_attributes(), torch._C._DisableAutocast():
                 stepped: list[Tensor] = []
                 for group in self.param_groups:
                     if group["kind"] == "elementwise":
@@ -310,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unchanged. If the norm is not finite, that step changes nothing. On GPUs this costs
                 neither a pass over the gradients nor a wait of the host.
         """
-        with _plain_attributes():
+        with plain_attributes():
             clip = measure_clip(self._gradients, max_norm, norm_type, error_if_nonfinite)
             self._clip = clip if in_step else None  # a later call replaces an earlier one
             if not in_step:

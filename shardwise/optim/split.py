@@ -29,8 +29,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.division import Piece as Piece  # (rank on the shard axis, low, high)
-from shardwise.layout import Shape
+from shardwise.core.division import Piece as Piece  # (rank on the shard axis, low, high)
+from shardwise.core.layout import Shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
-from shardwise.layout import Layout
-from shardwise.mesh import Ranks
+from shardwise.core import comm
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import chunk_range, joint_places
+from shardwise.core.tensor import Backing, ShardedTensor
 from shardwise.optim.split import Piece
-from shardwise.placements import chunk_range, joint_places
-from shardwise.tensor import Backing, ShardedTensor
 
 Flags = tuple[bool, ...]  # one per mesh axis
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.layout import Item, Layout
+from shardwise.core.layout import Item, Layout
 from shardwise.precision.fp8 import (
     BLOCKS,
     COLUMN,

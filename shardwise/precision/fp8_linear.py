@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.uncompiled import operator
 from shardwise.precision import fp8_block, fp8_native
 from shardwise.precision.fp8 import WIDE, FP8Error, decode, plane_over
-from shardwise.uncompiled import operator
 
 _COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.core.compat import make_wrapper, plain_attributes, tree_leaves, tree_map_only
 from shardwise.precision.fp8 import Reads
 from shardwise.precision.fp8_linear import decoded, linear
 
@@ -52,7 +52,7 @@ class Coded(Tensor):
         products: Products,
         requires_grad: bool = False,
     ) -> Self:
-        made: Any = Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper(
             cls, shape, dtype=torch.bfloat16, device=forward[0].device, requires_grad=requires_grad
         )
         made.codes, made.scales = forward
@@ -96,7 +96,7 @@ class Coded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             if func is F.linear:
                 return _linear(*args, **kwargs)
             if func in _LOST and isinstance(args[0], Coded):

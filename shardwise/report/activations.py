@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.memory import Ledger
+from shardwise.core.compat import TorchDispatchMode
+from shardwise.core.memory import Ledger
 from shardwise.moe.activation import Form
 from shardwise.moe.coded import Into, parts_of
 from shardwise.moe.grouped_mlp import GroupedMLP

@@ -20,24 +20,24 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.memory import Ledger
+from shardwise.core import comm
+from shardwise.core.compat import run_backward
+from shardwise.core.memory import Ledger
+from shardwise.core.placements import SHARD
+from shardwise.core.streams import Lanes
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Options, Phase
 from shardwise.report.units import META, ranks_at
-from shardwise.shard.compat import run_backward
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
-from shardwise.streams import Lanes
 
 
 @dataclass(eq=False)

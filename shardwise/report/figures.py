@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.comm import Call
-from shardwise.division import Division
+from shardwise.core.comm import Call
+from shardwise.core.division import Division
 from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.report.planned import (
     Collective,

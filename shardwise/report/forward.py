@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm import Call
+from shardwise.core.comm import Call
 from shardwise.moe import mixtures_of
 from shardwise.report.planned import Options, Traffic
 from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules

@@ -23,12 +23,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout import ROW
-from shardwise.memory import separate_ledger
+from shardwise.core.layout import ROW
+from shardwise.core.memory import separate_ledger
+from shardwise.core.placements import SHARD, Placements
 from shardwise.models.tensor_parallel import planned_tiles
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
-from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.report.activations import Follower
 from shardwise.report.engine import Engine

@@ -14,11 +14,11 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from shardwise.comm import Call
-from shardwise.layout import Layout
-from shardwise.mesh import DATA_AXES
+from shardwise.core.comm import Call
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import DATA_AXES
+from shardwise.core.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.optim.functions import ANY as FUNCTIONS
-from shardwise.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.precision import Precision
 from shardwise.report.activations import WORKSPACE
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.layout import rows_text
+from shardwise.core.layout import rows_text
 from shardwise.report.planned import Options, PlannedUnit
 from shardwise.report.svg import PALETTE, WIDTH, Canvas, Key, Scale, draw_title, text_width
 from shardwise.words import size_text

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwise.placements import SHARD, STRATEGIES
+from shardwise.core.placements import SHARD, STRATEGIES
 from shardwise.precision import Precision
 from shardwise.report.figures import Plan
 from shardwise.report.planned import Mesh, Options

@@ -32,8 +32,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise import streams
-from shardwise.memory import ledger
+from shardwise.core import streams
+from shardwise.core.memory import ledger
 
 LANES = ("compute", "gather", "reduce", "outer", "exchange", "optimizer")
 _LANE_OF = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
@@ -42,7 +42,7 @@ Profile = dict[str, Any]
 
 
 class _Recording:
-    """A :class:`shardwise.streams.Watcher` that records everything."""
+    """A :class:`shardwise.core.streams.Watcher` that records everything."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = streams.Clock(device)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Axis
-from shardwise.memory import separate_ledger
-from shardwise.mesh import PretendedMesh, Ranks
+from shardwise.core.comm import Axis
+from shardwise.core.memory import separate_ledger
+from shardwise.core.mesh import PretendedMesh, Ranks
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.report.planned import Options
 from shardwise.shard.data_parallel import data_parallel
@@ -32,7 +33,6 @@ from shardwise.shard.module import ShardedModule, unit_of, units_of
 from shardwise.shard.parameter import carry_attributes
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrap import GrainChoice, wrap_units
-from shardwise.tensor import ShardedTensor
 
 META = torch.device("meta")
 

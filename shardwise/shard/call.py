@@ -19,10 +19,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwise import comm
-from shardwise.shard.compat import next_number, run_first
+from shardwise.core import comm
+from shardwise.core.compat import next_number, run_first, tree_flatten, tree_map
 
 
 class Entered(Protocol):

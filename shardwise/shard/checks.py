@@ -18,20 +18,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.agreement import UNSUPPORTED
-from shardwise.hooks import OWNER
-from shardwise.layout import Grain
-from shardwise.mesh import order_problem
+from shardwise.core.agreement import UNSUPPORTED
+from shardwise.core.hooks import OWNER
+from shardwise.core.layout import Grain
+from shardwise.core.mesh import order_problem
+from shardwise.core.placements import SHARD, Placements
+from shardwise.core.tensor import ShardedTensor
+from shardwise.core.tile import tile_problem
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
-from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_native import native_problem
 from shardwise.shard.found import Found, experts_text, spread_linear
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import Wrapping
-from shardwise.tensor import ShardedTensor
-from shardwise.tile import tile_problem
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout
+from shardwise.core.layout import Layout
 
 
 class Codec(Protocol):

@@ -24,20 +24,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.layout import ROW, TENSOR, Grain, Item, tensor_fraction
-from shardwise.memory import weakly
-from shardwise.mesh import data_mesh, init_mesh
+# Arithmetic beside layout, which imports nothing of the old engine; it moves with the switch.
+from shardwise.core.buckets import plan_elements, plan_matrices
+from shardwise.core.layout import ROW, TENSOR, Grain, Item, tensor_fraction
+from shardwise.core.memory import weakly
+from shardwise.core.mesh import data_mesh, init_mesh
+from shardwise.core.placements import Placements, zero
 from shardwise.optim.matrix_group import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.presets import price
 from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
-from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
 from shardwise.precision.policy import stores_nothing
-
-# Arithmetic beside layout, which imports nothing of the old engine; it moves with the switch.
-from shardwise.shard.buckets import plan_elements, plan_matrices
 from shardwise.shard.checks import (
     bucket_problems,
     check_types,

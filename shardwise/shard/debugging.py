@@ -29,8 +29,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise import comm, streams
-from shardwise.agreement import all_ranks
+from shardwise.core import comm, streams
+from shardwise.core.agreement import all_ranks
 from shardwise.notices import warn_once
 from shardwise.words import quoted
 

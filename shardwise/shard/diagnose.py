@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import comm
-from shardwise.mesh import Ranks
-from shardwise.placements import SHARD
+from shardwise.core import comm
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import SHARD
+from shardwise.core.tensor import ShardedTensor
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
-from shardwise.tensor import ShardedTensor
 from shardwise.words import size_text
 
 

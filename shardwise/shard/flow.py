@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise import comm
-from shardwise.memory import CACHING, Source, TracePool
-from shardwise.mesh import separate
-from shardwise.streams import Lanes
+from shardwise.core import comm
+from shardwise.core.memory import CACHING, Source, TracePool
+from shardwise.core.mesh import separate
+from shardwise.core.streams import Lanes
 
 
 @dataclass

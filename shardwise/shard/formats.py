@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardwise.layout import Grain, Item, rows
+from shardwise.core.layout import Grain, Item, rows
 from shardwise.notices import warn_once
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision

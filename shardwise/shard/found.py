@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.shard.module import unit_of
 from shardwise.shard.parameter import carry_attributes
-from shardwise.tensor import ShardedTensor
 
 # An attribute of parameters in a plan: whether ranks of tensor parallelism hold different shapes.
 UNEVEN = "_shardwise_uneven"

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise import comm
-from shardwise.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
-from shardwise.mesh import Ranks, data_mesh, init_mesh, split
-from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
+from shardwise.core import comm
+from shardwise.core.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
+from shardwise.core.mesh import Ranks, data_mesh, init_mesh, split
+from shardwise.core.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.fp8 import Format
 from shardwise.shard.checks import (

@@ -29,17 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.buffer import Buffer
-from shardwise.division import Shares, Span, replica_shares
-from shardwise.layout import Layout
-from shardwise.memory import CACHING, Block, Source, counted
-from shardwise.mesh import Ranks
-from shardwise.placements import PARTIAL, SHARD, Placements, steps
-from shardwise.shard.compat import GRAD, grad_hooks, plain_attributes, will_run
+from shardwise.core import comm
+from shardwise.core.buffer import Buffer
+from shardwise.core.compat import GRAD, grad_hooks, plain_attributes, will_run
+from shardwise.core.division import Shares, Span, replica_shares
+from shardwise.core.layout import Layout
+from shardwise.core.memory import CACHING, Block, Source, counted
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import PARTIAL, SHARD, Placements, steps
+from shardwise.core.tensor import UNREDUCED, ShardedTensor
+from shardwise.core.tensor import _wrap as shown
 from shardwise.shard.flow import Flow
-from shardwise.tensor import UNREDUCED, ShardedTensor
-from shardwise.tensor import _wrap as shown
 
 
 class Gradients:

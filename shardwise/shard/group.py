@@ -26,21 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.buffer import Buffer
-from shardwise.cut import Rows
-from shardwise.layout import Layout
-from shardwise.memory import CACHING, Block
-from shardwise.mesh import Ranks
-from shardwise.placements import REPLICATE, SHARD, Placement, Placements, steps
+from shardwise.core import comm
+from shardwise.core.buffer import Buffer
+from shardwise.core.compat import plain_attributes
+from shardwise.core.cut import Rows
+from shardwise.core.layout import Layout
+from shardwise.core.memory import CACHING, Block
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import REPLICATE, SHARD, Placement, Placements, steps
+from shardwise.core.tensor import ShardedTensor
+from shardwise.core.tile import Tile
 from shardwise.precision import Precision
 from shardwise.shard.codec import Cast, Codec
-from shardwise.shard.compat import plain_attributes
 from shardwise.shard.flow import Flow
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.parameter import AnyLeaf, carry_attributes, leaf_over
-from shardwise.tensor import ShardedTensor
-from shardwise.tile import Tile
 
 
 class Planes:

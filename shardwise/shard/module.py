@@ -262,7 +262,7 @@ class ShardedModule(FSDPModule):
 
 
 _BY_THE_MESH = (
-    "all collectives are issued by shardwise.comm, which counts them and knows the backend. Choose "
+    "all collectives are issued by sw.comm, which counts them and knows the backend. Choose "
     "the communicator by the mesh"
 )
 # Methods of torch's FSDPModule that cannot work, and the reasons.

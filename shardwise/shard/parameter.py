@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.hooks import OWNER
+from shardwise.core.compat import make_wrapper
+from shardwise.core.hooks import OWNER
+from shardwise.core.tile import Tile
 from shardwise.precision.fp8_weight import Coded
 from shardwise.shard.gradient import Gradients
-from shardwise.tile import Tile
 
 
 class _Leaf:
@@ -115,7 +116,7 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
 
     @staticmethod
     def _around(memory: Tensor, spec: Any, requires_grad: bool) -> TileLeaf:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper(
             TileLeaf,
             spec.shape,
             spec.stride,

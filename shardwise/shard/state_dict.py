@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
+from shardwise.core import comm
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.keys import indexed_keys
 from shardwise.moe.layer import mixtures_of
-from shardwise.tensor import ShardedTensor
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 

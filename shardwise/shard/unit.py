@@ -24,16 +24,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise import comm
-from shardwise.memory import weakly
+from shardwise.core import comm
+from shardwise.core.compat import inside_backward
+from shardwise.core.memory import weakly
+from shardwise.core.streams import annotate
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import Call, cast_floats
-from shardwise.shard.compat import inside_backward
 from shardwise.shard.flow import SharedLanes
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
-from shardwise.streams import annotate
 from shardwise.words import quoted
 
 # (the parameter dictionary of a module, name in it, group, index). The dictionary, not the module,

@@ -16,14 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
-from shardwise.agreement import raise_together
-from shardwise.hooks import OWNER
-from shardwise.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
-from shardwise.mesh import Ranks
-from shardwise.placements import Placements
+from shardwise.core import comm
+from shardwise.core.agreement import raise_together
+from shardwise.core.compat import register_with_torch
+from shardwise.core.hooks import OWNER
+from shardwise.core.layout import ROW, TENSOR, Grain, Layout, tensor_fraction
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import Placements
+from shardwise.core.tile import tile_of
+from shardwise.core.uncompiled import uncompiled
 from shardwise.precision import Precision
-from shardwise.shard.compat import register_with_torch
 from shardwise.shard.formats import codec_of, stored_as, warn_of_decoding
 from shardwise.shard.found import Found, experts_text, find_parameters, outermost, spread_linear
 from shardwise.shard.group import Group
@@ -31,8 +33,6 @@ from shardwise.shard.model import LEFT_ALONE
 from shardwise.shard.module import ShardedModule
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
-from shardwise.tile import tile_of
-from shardwise.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 

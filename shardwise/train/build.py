@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
 from shardwise.models.tensor_parallel import cut_over

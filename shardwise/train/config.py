@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
+from shardwise.core.placements import REPLICATE, STRATEGIES, Placements
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
-from shardwise.placements import REPLICATE, STRATEGIES, Placements
 from shardwise.words import bound_problems, choice_problems, flattened, type_problems
 
 T = TypeVar("T")

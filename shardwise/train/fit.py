@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan

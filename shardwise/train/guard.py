@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise import comm
 from shardwise.checkpoint import SaveError
+from shardwise.core import comm
 from shardwise.optim.storage import local_of
 from shardwise.train.world import stop_files
 

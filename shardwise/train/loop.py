@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import comm, streams
 from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
+from shardwise.core import comm, streams
 from shardwise.precision.fp8_block import Tally, tallied
 from shardwise.report.plan import plan
 from shardwise.report.trace import record_step

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from shardwise import comm
 from shardwise.checkpoint import Manifest, SaveError
 from shardwise.checkpoint.store import background
+from shardwise.core import comm
+from shardwise.core.rehearsal import SHARED
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.rehearsal import SHARED
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig, changed, refuse_idle
 from shardwise.train.console import Console

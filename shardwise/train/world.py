@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise import comm
-from shardwise.agreement import all_ranks, together
-from shardwise.mesh import meeting
-from shardwise.rehearsal import ranks_per_gpu, use_gpu
+from shardwise.core import comm
+from shardwise.core.agreement import all_ranks, together
+from shardwise.core.mesh import meeting
+from shardwise.core.rehearsal import ranks_per_gpu, use_gpu
 
 logger = logging.getLogger(__name__)
 

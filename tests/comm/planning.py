@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import comm
-from shardwise.placements import STRATEGIES
+from shardwise.core import comm
+from shardwise.core.placements import STRATEGIES
 from shardwise.report.plan import Plan, plan
 from shardwise.shard.wrap import wrap_units
 from tests.memory.helpers import Books

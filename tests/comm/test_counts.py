@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
 from tests.ranks import on_ranks, run_ranks
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import on_ranks, run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.reference import exchange as reference

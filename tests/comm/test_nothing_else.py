@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.contract.helpers import STRATEGIES, Net, ranks_for, word_loss, wrap
 from tests.ranks import on_ranks
 

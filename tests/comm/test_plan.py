@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import comm
-from shardwise.division import Evenly
+from shardwise.core import comm
+from shardwise.core.division import Evenly
 from shardwise.report.plan import Plan, plan
 from tests.comm.planning import (
     CASES,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import comm, streams
+from shardwise.core import comm, streams
 from shardwise.shard.debugging import debug
 from tests.contract.helpers import STRATEGIES, WIDTH, logged, raised, ranks_for, vector_loss, wrap
 from tests.ranks import on_ranks, run_ranks

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.layout import Layout
+from shardwise.core import comm
+from shardwise.core.layout import Layout
 from shardwise.shard.codec import Cast
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.fully_shard import fully_shard

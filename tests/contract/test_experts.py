@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from tests.contract.helpers import raised
 from tests.models import mesh_of

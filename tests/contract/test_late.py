@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import Call
+from shardwise.core.comm import Call
 from shardwise.moe import GroupedMLP, swiglu
 from tests.contract.helpers import (
     assert_gradients_equal,

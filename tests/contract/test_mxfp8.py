@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import notices
-from shardwise.layout import ELEMENT, Grain, Item, Layout, plan, rows
+from shardwise.core.buckets import plan_elements, plan_matrices
+from shardwise.core.layout import ELEMENT, Grain, Item, Layout, plan, rows
 from shardwise.moe import GroupedMLP, swiglu
 from shardwise.precision.fp8 import FP8Error
 from shardwise.precision.fp8_codec import FP8
 from shardwise.precision.fp8_weight import Coded
 from shardwise.precision.policy import Stored
 from shardwise.shard import checks, formats
-from shardwise.shard.buckets import plan_elements, plan_matrices
 from shardwise.shard.formats import item_of
 from shardwise.shard.module import units_of
 from tests.contract.helpers import raised

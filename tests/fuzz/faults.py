@@ -128,7 +128,7 @@ FAULTS = {
         "                pass\n\n    def expose",
     ),
     "a deep copy of a parameter is the parameter": (
-        "tensor.py",
+        "core/tensor.py",
         "new = _wrap(self._local_tensor.clone(), self.cut",
         "new = _wrap(self._local_tensor, self.cut",
     ),

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
+from shardwise.core.placements import STRATEGIES
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe import mixtures_of
-from shardwise.placements import STRATEGIES
-from shardwise.tensor import ShardedTensor
 from tests.fuzz.plain import MUON, SETTINGS, Narrow, plain_optimizer
 from tests.fuzz.program import Context, Node, Program, build, walk
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo  # its import leaves tracebacks that hold whatever is on the stack: do it here
 
 import shardwise as sw
-from shardwise.placements import SHARD, Placement
+from shardwise.core.placements import SHARD, Placement
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
 
 

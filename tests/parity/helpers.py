@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.placements import PARTIAL, REPLICATE, SHARD
+from shardwise.core.placements import PARTIAL, REPLICATE, SHARD
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.whole import whole_parameters, whole_state
 

@@ -67,7 +67,7 @@ def off_in_the_same_groups() -> Any:
 def multiply_decoded(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, phase: str
 ) -> Tensor:
-    """What hardware computes, which no test machine has: MXFP8 times MXFP8."""
+    """Compute what hardware does, which no test machine has: MXFP8 times MXFP8."""
     weight = decode(plane_over(codes, scales), dtype=torch.float32)
     rows = F.pad(x.float(), (0, 0, 0, -len(x) % 32))
     values = decode(encode(rows, (ROW,))[0], dtype=torch.float32)[: len(x)]

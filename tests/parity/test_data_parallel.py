@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.placements import PARTIAL, REPLICATE, SHARD
-from shardwise.shard import buckets
+from shardwise.core import buckets
+from shardwise.core.placements import PARTIAL, REPLICATE, SHARD
 from tests import models
 from tests.cases import pairwise
 from tests.models import PRECISIONS, loss_of, make_model, mesh_of, shard_model, tokens

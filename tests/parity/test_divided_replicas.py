@@ -15,9 +15,9 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardwise as sw
+from shardwise.core.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.optim import matrix_group
 from shardwise.optim.split import Split
-from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
 from tests.one_card import device_type

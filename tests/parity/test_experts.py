@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import dispatch
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts

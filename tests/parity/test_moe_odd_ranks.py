@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.moe import FullPrecision, GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from tests.models import mesh_of

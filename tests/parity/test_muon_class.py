@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
+from shardwise.core.placements import chunk_range
 from shardwise.optim.split import Split
 from shardwise.optim.storage import block_shape, sharding_of
-from shardwise.placements import chunk_range
 from tests.models import mesh_of
 from tests.one_card import device_type
 from tests.ranks import run_ranks

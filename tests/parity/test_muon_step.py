@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from shardwise.optim.gradients import NonFiniteGradient
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.one_card import device_type

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
 from shardwise.precision.fp8_codec import FP8
 from shardwise.shard.group import Group

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.memory import Block, Caching
+from shardwise.core.memory import Block, Caching
 from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, tokens
 from tests.parity.helpers import full_parameters, make_sharded
 from tests.ranks import on_ranks, run_ranks

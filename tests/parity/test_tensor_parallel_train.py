@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise import comm
-from shardwise.memory import separate_ledger
+from shardwise.core import comm
+from shardwise.core.memory import separate_ledger
+from shardwise.core.placements import STRATEGIES
 from shardwise.models.gpt import GPT, generate
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
-from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig
 from tests.one_card import UNTRACED, device_type
 from tests.ranks import on_ranks, run_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.models import (
     PRECISIONS,
     STRATEGIES,

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import streams
-from shardwise.memory import Block, Caching
-from shardwise.tensor import ShardedTensor
+from shardwise.core import streams
+from shardwise.core.memory import Block, Caching
+from shardwise.core.tensor import ShardedTensor
 
 Clock = dict[str, int]
 # What collectives do with their first arguments: their schemas do not say.

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.agreement import all_ranks
 from shardwise.checkpoint.pieces import Staging
 from shardwise.checkpoint.saving import take_snapshot
+from shardwise.core.agreement import all_ranks
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
 from tests.models import STRATEGIES, Model, loss_of, make_model, tokens

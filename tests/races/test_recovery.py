@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise import comm
+from shardwise.core import comm
 from tests.models import make_model, mesh_of, shard_model, tokens
 from tests.races.helpers import backward, make, posing
 from tests.ranks import run_ranks

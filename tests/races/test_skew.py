@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.streams import Lanes
+from shardwise.core.streams import Lanes
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, mesh_of, shard_model
 from tests.models import tokens as tokens_of
 from tests.one_card import device_type, ranks_device

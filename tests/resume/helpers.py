@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.placements import STRATEGIES
+from shardwise.core.placements import STRATEGIES
 from tests.models import mesh_for
 from tests.whole import whole_tensors
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise import comm
 from shardwise.checkpoint import CheckpointError, Manifest, Store, verify
 from shardwise.checkpoint.index import tiling_problem
 from shardwise.checkpoint.pieces import pieces_to_write
 from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.values import from_bytes, to_bytes
+from shardwise.core import comm
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, everything, wrap

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.agreement import all_ranks, together
 from shardwise.checkpoint import CheckpointError, DamagedError, MismatchError, SaveError
 from shardwise.checkpoint.errors import joint_error
+from shardwise.core.agreement import all_ranks, together
 from tests.ranks import run_ranks
 
 Outcome = tuple[str, str] | tuple[int, list[int]]

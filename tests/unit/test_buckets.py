@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.padding import buckets_of, deepseek_v3, llama_3_8b, price, qwen3_30b_a3b
-from shardwise.layout import ALIGNMENT, ELEMENT, ROW, TENSOR, Item, tensor_fraction
-from shardwise.shard.buckets import (
+from shardwise.core.buckets import (
     LARGEST_BUCKET,
     LARGEST_WHOLE,
     MANY_BUCKETS,
@@ -23,6 +22,7 @@ from shardwise.shard.buckets import (
     plan_elements,
     plan_matrices,
 )
+from shardwise.core.layout import ALIGNMENT, ELEMENT, ROW, TENSOR, Item, tensor_fraction
 
 BUCKET = 1 << 27  # elements: 256 MiB of bf16
 

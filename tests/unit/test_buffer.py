@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.buffer import Buffer
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
-from shardwise.memory import Caching
-from shardwise.mesh import Ranks
-from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement
+from shardwise.core import comm
+from shardwise.core.buffer import Buffer
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
+from shardwise.core.memory import Caching
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import PARTIAL, REPLICATE, SHARD, Placement
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import comm
-from shardwise.comm import Axis, Call
-from shardwise.mesh import Ranks, separate, split
+from shardwise.core import comm
+from shardwise.core.comm import Axis, Call
+from shardwise.core.mesh import Ranks, separate, split
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 

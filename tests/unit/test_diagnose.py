@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.streams import annotate
+from shardwise.core.streams import annotate
 from tests.ranks import on_ranks, run_ranks
 
 

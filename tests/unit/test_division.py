@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardwise.division import (
+from shardwise.core.division import (
     CHUNK,
     ByMatrix,
     Evenly,
@@ -15,7 +15,7 @@ from shardwise.division import (
     equal_parts,
     replica_shares,
 )
-from shardwise.placements import REPLICATE, SHARD
+from shardwise.core.placements import REPLICATE, SHARD
 
 
 def test_what_a_reduction_over_replicas_brings_where() -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.layout import ROW, TENSOR, Grain, Item, plan
+from shardwise.core import comm
+from shardwise.core.layout import ROW, TENSOR, Grain, Item, plan
+from shardwise.core.placements import chunk_range
 from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.replicas import evenly_is_cheaper
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
 from shardwise.optim.storage import Sharding
-from shardwise.placements import chunk_range
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.reference.exchange import sent, sent_to_replicas

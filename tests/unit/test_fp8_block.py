@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.memory import Ledger
+from shardwise.core.memory import Ledger
 from shardwise.moe.activation import Form, swiglu
 from shardwise.moe.coded import CodedRows, Into, expert_codes
 from shardwise.precision import fp8_block

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import ELEMENT, ROW, TENSOR, Item, Layout, plan, rows
+from shardwise.core.buckets import plan_elements, plan_matrices
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, Item, Layout, plan, rows
 from shardwise.precision import fp8
 from shardwise.precision.fp8 import (
     SQUARE_128,
@@ -27,7 +28,6 @@ from shardwise.precision.fp8 import (
 )
 from shardwise.precision.fp8_codec import FP8, share_of
 from shardwise.precision.policy import ineligible
-from shardwise.shard.buckets import plan_elements, plan_matrices
 from tests.parity.mxfp8_helpers import coded
 
 SIDES = st.integers(8, 30).map(lambda count: 16 * count)  # 128 to 480

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import layout as layout_module
-from shardwise.layout import (
+from shardwise.core import layout as layout_module
+from shardwise.core.layout import (
     ALIGNMENT,
     CHEAP_PADDING,
     ELEMENT,

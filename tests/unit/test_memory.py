@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-from shardwise.memory import Block, Caching, Ledger, TracePool, ledger
+from shardwise.core.memory import Block, Caching, Ledger, TracePool, ledger
 
 CPU = torch.device("cpu")
 SIZE = 256  # elements: 1024 bytes

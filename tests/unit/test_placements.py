@@ -9,7 +9,7 @@ import math
 import pytest
 import torch.distributed.tensor as torch_placements
 
-from shardwise.placements import (
+from shardwise.core.placements import (
     PARTIAL,
     REPLICATE,
     SHARD,

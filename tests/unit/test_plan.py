@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import layout
-from shardwise.memory import Block as Memory
-from shardwise.mesh import PretendedMesh
+from shardwise.core import layout
+from shardwise.core.memory import Block as Memory
+from shardwise.core.mesh import PretendedMesh
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise import mesh, rehearsal
+from shardwise.core import mesh, rehearsal
 from shardwise.train import world
 from tests.ranks import run_ranks
 from tests.train_runs import free_port

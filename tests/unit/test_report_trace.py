@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import streams
+from shardwise.core import streams
 from shardwise.report.trace import merged, record_step
 from tests.models import loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import run_ranks

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise import comm
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, plan
-from shardwise.mesh import Ranks
-from shardwise.tensor import Cut, ShardedTensor
+from shardwise.core import comm
+from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, Item, plan
+from shardwise.core.mesh import Ranks
+from shardwise.core.tensor import Cut, ShardedTensor
 from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
     CASES,

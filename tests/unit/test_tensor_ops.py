@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardwise import tensor as tensor_module
-from shardwise.layout import ROW, TENSOR, Item, plan
-from shardwise.mesh import Ranks
-from shardwise.tensor import Cut, ShardedTensor
+from shardwise.core import tensor as tensor_module
+from shardwise.core.layout import ROW, TENSOR, Item, plan
+from shardwise.core.mesh import Ranks
+from shardwise.core.tensor import Cut, ShardedTensor
 from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
     SHAPES,

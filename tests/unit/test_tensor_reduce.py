@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
 from shardwise.checkpoint.values import encode
-from shardwise.tensor import ShardedTensor
-from shardwise.tensor_whole import WholeTensor
+from shardwise.core import comm
+from shardwise.core.tensor import ShardedTensor
+from shardwise.core.tensor_whole import WholeTensor
 from tests.worlds import (
     NAN,
     SOME_CASES,

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.placements import STRATEGIES
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.placements import STRATEGIES
 from shardwise.report.suggest import largest
 from shardwise.train import fit
 from shardwise.train.build import named_precision, with_vocabulary

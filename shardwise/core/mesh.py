@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import comm
-from shardwise.agreement import all_ranks
+from shardwise.core import comm
+from shardwise.core.agreement import all_ranks
+from shardwise.core.placements import Placement, num_shards, shard_range
+from shardwise.core.rehearsal import SHARED, ranks_per_gpu, use_gpu
 from shardwise.notices import CannotMeet, warn_once
-from shardwise.placements import Placement, num_shards, shard_range
-from shardwise.rehearsal import SHARED, ranks_per_gpu, use_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def init_mesh(
 
     If there is no process group yet, this joins the one that ``torchrun`` prepared, or makes a
     group of one rank without a launcher. If there are more ranks than GPUs, they share the GPUs
-    (see ``shardwise.rehearsal``). Axes of size one are left out, except ``dp``.
+    (see ``shardwise.core.rehearsal``). Axes of size one are left out, except ``dp``.
     """
     given = {"dp": dp, "dp_outer": dp_outer, "ep": ep, "tp": tp}
     wrong = [f"{name}={size!r}" for name, size in given.items() if size is not None and size < 1]

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
 from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwise.cut import Cut, Op
+from shardwise.core.compat import plain_attributes, tree_flatten, tree_map_only
+from shardwise.core.cut import Cut, Op
 from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class WholeTensor(Tensor):
         """Torch's own operation. A plain tensor that it returns is whole too."""
         if any(issubclass(kind, Parameter) for kind in types):
             return NotImplemented  # an fp8 parameter, which has its own operations
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             result = func(*args, **(kwargs or {}))
             wraps = type(result) is Tensor and func not in get_default_nowrap_functions()
             return whole(result) if wraps else result
 
     def full_tensor(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             return self.as_subclass(Tensor)  # type: ignore[no-any-return]
 
     def to_local(self) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.uncompiled import skip_frames
+from shardwise.core.uncompiled import skip_frames
 
 
 class Ledger:

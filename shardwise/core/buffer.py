@@ -18,13 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise import hooks as _hooks  # noqa: F401  (optimizers' steps are seen from now on)
-from shardwise.layout import Layout, View
-from shardwise.memory import Block
-from shardwise.mesh import Ranks
-from shardwise.placements import PARTIAL, SHARD, Placement, as_placement
-from shardwise.tensor import Backing, Cut, ShardedTensor
-from shardwise.tile import Tile
+from shardwise.core.layout import Layout, View
+from shardwise.core.memory import Block
+from shardwise.core.mesh import Ranks
+from shardwise.core.placements import PARTIAL, SHARD, Placement, as_placement
+from shardwise.core.tensor import Backing, Cut, ShardedTensor
+from shardwise.core.tile import Tile
 
 
 class Buffer(Backing):

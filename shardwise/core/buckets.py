@@ -52,7 +52,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from shardwise.layout import (
+from shardwise.core.layout import (
     ALIGNMENT,
     CHEAP_PADDING,
     ELEMENT,

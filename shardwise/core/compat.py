@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private names of torch that the engine uses (torch 2.11 to 2.13), each once."""
+"""The private names of torch that shardwise uses (torch 2.11 to 2.13), each once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as disable_dynamo
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "DTensorSpec",
+    "RuleHolder",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "disable_dynamo",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
 
 # Attributes of our tensors are read many times a step. This context avoids __torch_function__.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
+# A tensor of a class of its own, without memory.
+make_wrapper: Any = Tensor._make_wrapper_subclass
 # The gradient of a tensor, past properties of subclasses.
 GRAD: Any = Tensor.grad
 
@@ -27,13 +46,16 @@ def inside_backward() -> bool:
     return backward_id() != -1
 
 
-def will_run(node: Any) -> bool:
+def will_run(node: Any, asked_for: bool = False) -> bool:
     """Whether the backward that runs now will come to this node of the graph. Exact, so nobody
-    waits for what never comes. (Inside a reentrant checkpoint it sees the inner graph.)"""
+    waits for what never comes. (Inside a reentrant checkpoint it sees the inner graph.)
+
+    asked_for: the answer when torch.autograd.grad asks for this gradient; nothing is accumulated.
+    """
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
-    except RuntimeError:  # torch.autograd.grad asks for this gradient: nothing is accumulated
-        return False
+    except RuntimeError:
+        return asked_for
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

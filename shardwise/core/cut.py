@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from shardwise import comm
-from shardwise.division import Division
-from shardwise.layout import Box, Layout, Shape
-from shardwise.mesh import PretendedMesh, Ranks
-from shardwise.placements import REPLICATE, SHARD, Placement
-from shardwise.tile import Tile
+from shardwise.core import comm
+from shardwise.core.compat import DTensorSpec, TensorMeta
+from shardwise.core.division import Division
+from shardwise.core.layout import Box, Layout, Shape
+from shardwise.core.mesh import PretendedMesh, Ranks
+from shardwise.core.placements import REPLICATE, SHARD, Placement
+from shardwise.core.tile import Tile
 
 Op = Literal["sum", "max", "min"]
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)

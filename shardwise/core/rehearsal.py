@@ -18,8 +18,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from shardwise import comm
-from shardwise.agreement import all_ranks
+from shardwise.core import comm
+from shardwise.core.agreement import all_ranks
 
 SHARED = (
     "%d ranks share one GPU: a rehearsal, with the collectives of the large job over sockets of "

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise import comm
+from shardwise.core import comm
 
 T = TypeVar("T")
 UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardwise.placements import SHARD, Placement, num_shards, shard_range
+from shardwise.core.placements import SHARD, Placement, num_shards, shard_range
 
 Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
 Piece: TypeAlias = tuple[int, int, int]  # (rank, low, high): elements [low, high) are stored there

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardwise import comm
-from shardwise.layout import Box
-from shardwise.mesh import Ranks, joined
-from shardwise.placements import chunk_range
+from shardwise.core import comm
+from shardwise.core.compat import DTensorSpec, TensorMeta
+from shardwise.core.layout import Box
+from shardwise.core.mesh import Ranks, joined
+from shardwise.core.placements import chunk_range
 
 
 @dataclass(frozen=True)

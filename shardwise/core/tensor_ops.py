@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
 
-from shardwise import comm
-from shardwise.agreement import differ
-from shardwise.cut import Cut, Rows
-from shardwise.tensor_whole import (
+from shardwise.core import comm
+from shardwise.core.agreement import differ
+from shardwise.core.compat import tree_flatten
+from shardwise.core.cut import Cut, Rows
+from shardwise.core.tensor_whole import (
     CUT_OTHERWISE,
     PAST_FORWARD,
     VIEWS,

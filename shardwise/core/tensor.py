@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from shardwise.cut import Backing, Cut
-from shardwise.tensor_ops import Operations
+from shardwise.core.compat import GRAD, make_wrapper, plain_attributes
+from shardwise.core.cut import Backing, Cut
+from shardwise.core.tensor_ops import Operations
 
 __all__ = ["Backing", "Cut", "ShardedTensor"]
 
-GRAD: Any = Tensor.grad
 UNREDUCED = (
     "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
     "set_requires_gradient_sync(True) before the last backward of a step"
@@ -163,12 +163,12 @@ class ShardedTensor(DTensor):
     def grad(self) -> Any:
         """The reduced gradient, without microbatches that wait to be reduced. Setting it, to None
         too, drops these."""
-        with torch._C.DisableTorchFunctionSubclass():  # an attribute is no operation to trace
+        with plain_attributes():  # an attribute is no operation to trace
             return GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             GRAD.__set__(self, value)
         if self.buffer is not None and getattr(self, "_is_param", False):
             self.buffer.waiting.discard(self.cut.index)
@@ -310,9 +310,6 @@ class _FullTensor(torch.autograd.Function):
         return _wrap(cut.take(total / cut.mesh.size()).contiguous(), cut)
 
 
-_make = torch.Tensor._make_wrapper_subclass
-
-
 def _wrap(
     local: Tensor, cut: Cut, buffer: Backing | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
@@ -326,7 +323,7 @@ def _wrap(
         # A view must be a normal tensor, as its base is.
         with torch.inference_mode(False):
             return _wrap(local, cut, buffer, requires_grad)
-    tensor: Any = _make(
+    tensor: Any = make_wrapper(
         ShardedTensor,
         cut.shape,
         cut.stride,

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._compile import _disable_dynamo
+
+from shardwise.core.compat import disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +27,7 @@ def skip_frames(function: Any) -> None:
 
 def uncompiled(hook: Function) -> Function:
     """``hook`` (or a method) as a function that torch.compile does not trace."""
-    skipped = _disable_dynamo(hook)
+    skipped = disable_dynamo(hook)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,9 +29,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise.cut import BEFORE_2_13, Backing
-from shardwise.tensor import UNREDUCED, ShardedTensor
-from shardwise.uncompiled import skip_frames, uncompiled
+from shardwise.core.compat import RuleHolder, plain_attributes
+from shardwise.core.cut import BEFORE_2_13, Backing
+from shardwise.core.tensor import UNREDUCED, ShardedTensor
+from shardwise.core.uncompiled import skip_frames, uncompiled
 
 OWNER = "_shardwise_owner"  # attribute of a parameter of before wrapping: its name in its unit
 
@@ -48,7 +48,7 @@ def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
 
 def _buffers_of(optimizer: torch.optim.Optimizer) -> list[Backing]:
     """The buffers that a step may write: those of trainable parameters."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_attributes():
         found = {id(p.buffer): p.buffer for p in _ours(optimizer) if p.requires_grad}
     return [buffer for buffer in found.values() if buffer is not None]
 

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from shardwise import streams
-from shardwise.memory import counted
+from shardwise.core import streams
+from shardwise.core.memory import counted
 
 ReduceName = Literal["sum", "max", "min"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
