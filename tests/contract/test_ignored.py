@@ -3,27 +3,19 @@
 
 from __future__ import annotations
 
-import logging
-import tempfile
-import unittest
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
     WIDTH,
-    Net,
     assert_close,
     average_gradients,
     full,
     mesh_for,
     pair,
     vector_loss,
-    word_loss,
 )
 from tests.ranks import on_ranks
 
@@ -90,42 +82,3 @@ def test_ignored_parameters_may_be_of_any_kind_and_differ_between_ranks(
     vector_loss(net, rank).backward()
     assert net.local.grad is not None and net.local.grad.shape == (rank + 1,)
     assert net.linear.weight.grad is not None
-
-
-def rootless(world_size: int, ignoring: bool = False) -> Net:
-    """A model whose blocks are wrapped and which nobody wrapped itself."""
-    torch.manual_seed(7)
-    net = Net()
-    rest = {*net.embedding.parameters(), *net.head.parameters()} if ignoring else None
-    for block in net.blocks:
-        sw.fully_shard(block, mesh=mesh_for("zero", world_size), ignored_params=rest)
-    return net
-
-
-OPTIMIZERS = {
-    "torch": lambda net: torch.optim.AdamW(net.parameters(), lr=0.1),
-    "sw": lambda net: sw.optimizer(net, matrix=sw.muon(), elementwise=sw.adamw(lr=0.1)),
-}
-
-
-def said(logger: str, act: Any) -> str:
-    """The warnings while ``act`` runs."""
-    with unittest.TestCase().assertLogs(logger, logging.WARNING) as heard:
-        logging.getLogger(logger).warning("-")
-        act()
-    return "\n".join(heard.output)
-
-
-@on_ranks(2, fresh=True)
-def test_states_that_differ_between_ranks_are_told_by_a_save(rank: int, world_size: int) -> None:
-    net = rootless(world_size, True)
-    optimizer = OPTIMIZERS["torch"](net)
-    shared: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    word_loss(net, rank).backward()
-    optimizer.step()
-    with torch.no_grad():  # the weights are made the same; their momenta are not
-        for one in (net.embedding.weight, net.head.weight, net.head.bias):
-            one.zero_()
-    text = said("shardwise.checkpoint", lambda: sw.save(f"{shared[0]}/one", net, optimizer))
-    assert ("state.embedding.weight.exp_avg'" in text) == (rank == 0), text

@@ -26,7 +26,7 @@ def test_an_optimizer_built_before_wrapping_is_refused(
     for _ in range(2):
         word_loss(net, rank).backward()
         message = raised(optimizer.step, RuntimeError)
-        assert "AdamW was built before" in message and ".weight'" in message
+        assert "AdamW" in message and "before wrapping" in message and ".weight'" in message
 
 
 @on_ranks(2)
@@ -49,5 +49,5 @@ def test_adafactor_with_lists_is_refused_by_name(rank: int, world_size: int) -> 
     net = wrap(Net(), world_size)
     optimizer = torch.optim.Adafactor(net.parameters(), foreach=True)
     word_loss(net, rank).backward()
-    assert "build it with foreach=False" in raised(optimizer.step, RuntimeError)
+    assert "'embedding.weight'" in raised(optimizer.step, RuntimeError)
     torch.optim.Adafactor(net.parameters()).step()

@@ -27,7 +27,6 @@ from tests.contract.helpers import (
     average_gradients,
     check_backward,
     full,
-    logged,
     options_for,
     pair,
     raised,
@@ -154,21 +153,6 @@ def test_an_optimizer_may_step_inside_backward(rank: int, world_size: int, strat
         reference.step()
         reference.zero_grad()
     assert_parameters_equal(net, plain)
-
-
-@on_ranks(2)
-def test_hooks_that_one_backward_calls_twice_are_told(rank: int, world_size: int) -> None:
-    """For the reduced gradient, and for that of a loss which reads the parameter at rest."""
-    net = wrap(Net(), world_size)
-    weight, calls = net.head.weight, []
-    weight.register_post_accumulate_grad_hook(calls.append)
-    with logged() as texts:
-        word_loss(net, rank).backward()
-        weight.square().sum().backward()
-        assert len(calls) == 2 and not texts
-        (word_loss(net, rank) + weight.square().sum()).backward()
-    assert len(calls) == 4 and len(texts) == (rank == 0), texts
-    assert not texts or ("'head.weight'" in texts[0] and "steps twice" in texts[0])
 
 
 class Methods(nn.Module):

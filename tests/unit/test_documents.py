@@ -307,7 +307,8 @@ def test_figures_of_nowhere_are_found() -> None:
 
 # Files that send Python objects to other ranks, and the line of SECURITY.md that tells of it.
 SENT = {
-    "is made": "core/agreement core/mesh core/rehearsal optim/exchange optim/matrix_group shard/diagnose",
+    "is made": "core/agreement core/mesh core/rehearsal optim/exchange optim/matrix_group"
+    " shard/diagnose",
     "is saved or loaded": "checkpoint/saving checkpoint/store",
     "run begins": "train/build train/session train/fit",
     "run goes on": "train/loop train/guard",
