@@ -160,6 +160,8 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
         units[:2] = [units[0] + units[1]]
     if "partial" not in odd:
         units.append([""])  # else the root is not wrapped
+    if "by_rank" in odd:  # ranks may differ inside a unit, and not in which units they run
+        units = [[""]]
     strategies = ["zero3"] * 4 + ["zero0", "zero1", "zero2", "hsdp", "hfsdp"]
     wrap: dict[str, Any] = {
         "how": "data_parallel" if "data_parallel" in odd else "fully_shard",
@@ -171,7 +173,7 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
         "reshard": [None],
         "precision": None,
     }
-    if "double" in odd or ("by_rank" in odd and rng.random() < 0.8):  # else they are refused
+    if "double" in odd:  # else it is refused
         wrap["strategy"] = rng.choice(("zero0", "zero1", "zero2"))
     if "reshard" in odd and wrap["strategy"] == "zero3":
         parts = (2,) if ranks == 4 else ()

@@ -203,7 +203,6 @@ def once(program: Program, timeout: float) -> tuple[str, str, str, int]:
     found = compare(program, logs, right, whole=not raised and not expected.error)
     if any(STUCK.search(error) for error in raised.values()):
         shut_down()
-        found = None if "by_rank" in program["odd"] else found  # one called backward alone
     if found is not None:
         label = re.sub(r"op \d+ | on rank \d+|, off by \S+|\S+\.\S+", "", found)
         return "differs", label, found, -1
@@ -238,7 +237,6 @@ def classify(reports: dict[int, str], full: str) -> tuple[str, str]:
 
 # Refusals by design, and what a program must have to get one: one word of each list.
 REFUSED = {
-    "ranks are out of step": ["by_rank"],
     "this tensor is a shard of": ["alone partial peek"],
     "got mixed torch.Tensor and DTensor": ["alone partial peek"],
     "gathered weights are copies": ["unshard alone settings late", "edit average snapshot"],

@@ -40,7 +40,6 @@ from tests.interop.fsdp2_contract import (
     case,
     shard_net,
     step,
-    words,
 )
 from tests.one_card import device_type
 from tests.tensor_parallel import Net as TiledNet
@@ -269,16 +268,6 @@ def ddp_beside(shard: Any) -> None:
     plain(torch.ones(2, 8)).square().sum().backward()
     for name in ("body.weight", "norm.weight"):
         assert_close(full(net.get_parameter(name).grad), plain.get_parameter(name).grad, name)
-
-
-@case(
-    "10 torch.func around a wrapped module is refused by name",
-    torch_fails="nothing was raised|not in",
-)
-def transformed(shard: Any) -> None:
-    net, _ = both(shard)
-    text = raised(lambda: torch.func.vmap(net)(words()), Exception)
-    assert "torch.func" in text, f"torch.func not in {text}"
 
 
 @case("10 an average of a model (AveragedModel), wrapped like it")
