@@ -74,6 +74,8 @@ class Gradients:
         self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
         # By parameter: whether a gradient came since the last time that they were published.
         self.seen = [False] * len(self.layout.items)
+        # Of the last reduction: what this rank has no gradient of. It sends NaN, for ranks that do.
+        self._absent: set[int] = set()
         self.flat: Tensor | None = None
         self._block: Block | None = None  # the memory of ``flat``, if it comes back to a source
         self._packed: Block | None = None
@@ -311,21 +313,22 @@ class Gradients:
 
     def _fill(self, final: bool) -> None:
         """Define the parts of ``flat`` that nobody wrote. (Padding is never read.)"""
+        self._absent = set()
         if len(self.written) == len(self.unsharded):
             return
-        loud: list[Tensor] = []
         quiet: list[Tensor] = []
         for index, view in enumerate(self._views()):
             if index not in self.written:
                 absent = final and self.unused == "none" and not self.seen[index]
-                absent = absent and self.sharded[index].grad is None
-                (loud if absent else quiet).append(view)
-                if absent and comm.observer is not None:
-                    comm.observer.lacks(self.name(index))
+                if absent and self.sharded[index].grad is None:
+                    self._absent.add(index)
+                    view.fill_(torch.nan)
+                    if comm.observer is not None:
+                        comm.observer.lacks(self.name(index))
+                else:
+                    quiet.append(view)
         if quiet:
             torch._foreach_zero_(quiet)
-        for view in loud:
-            view.fill_(torch.nan)
 
     def _taken(self) -> tuple[Tensor, Block | None]:
         """``flat`` in the wire dtype, with the block that its memory comes from."""
@@ -460,7 +463,7 @@ class Gradients:
             for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
                 told = came[index] or (zeros and self.unsharded[index].requires_grad)
                 grad = before[index]
-                if not told and grad is None:
+                if not told and (grad is None or index in self._absent):
                     continue
                 parameter: Any = self.sharded[index]
                 piece, cut = ready.as_strided(shape, strides, at), parameter.cut

@@ -166,7 +166,7 @@ def candidates(program: Program) -> Iterator[Program]:
             break
         size //= 2
     wrap = program["wrap"]
-    for number in range(len(wrap["units"])):
+    for number in range(len(wrap["units"])) if wrap["how"] == "fully_shard" else ():
         units = wrap["units"][:number] + wrap["units"][number + 1 :]
         yield program | {"wrap": wrap | {"units": units}}
     plain = {"precision": None, "offload": False, "memory": "caching", "unused": "none"}

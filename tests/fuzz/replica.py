@@ -76,12 +76,21 @@ class Replica:
         self.snapshot: Any = None  # an earlier state of model and optimizer
         self.hooked: set[str] = set()  # parameters with a post-accumulate hook
         self.log: Log = []
+        self.rest: dict[str, Tensor] = {}
+        self.at_rest()
 
     def named(self) -> dict[str, Tensor]:
         """The parameters that the optimizer trains."""
         if self.narrow is not None:
             return self.narrow.mains
         return dict(self.model.named_parameters())
+
+    def at_rest(self) -> dict[str, Tensor]:
+        """The same. Between a forward and its backward modules hold gathered weights instead, which
+        show no gradient."""
+        named = self.named()
+        self.rest |= {name: p for name, p in named.items() if isinstance(p, sw.ShardedTensor)}
+        return {name: self.rest.get(name, p) for name, p in named.items()}
 
     def shown(self, name: str, value: Any, whole: bool) -> Any:
         """A value for the log, ``whole`` or as it lies; of a plain replica the experts that its

@@ -30,6 +30,7 @@ class Run:
         self.counter = 0
         self.number = 0  # of the op that runs
         self.sync = True  # whether a backward shows its gradients where the user looks for them
+        self.waits = False  # whether gradients wait for a later backward
         self.gathered = False  # by hand
         self.strategy = program["wrap"]["strategy"]
         paths = [path for unit in program["wrap"]["units"] for path in unit]
@@ -104,6 +105,7 @@ class Run:
             self.backward(losses, op["keep"])
 
     def backward(self, losses: list[Any], keep: bool = False) -> None:
+        self.waits = not self.sync
         if self.sharded:
             losses[0].backward(retain_graph=keep)
             return
@@ -284,7 +286,8 @@ class Run:
         return replica.named()
 
     def do_freeze(self, op: dict[str, Any]) -> None:
-        for replica in self.replicas:
+        """Not while gradients wait: a backward that reaches no unit reduces nothing."""
+        for replica in self.replicas if not self.waits else ():
             inside = op["path"] + "." if op["path"] else ""
             for name, p in replica.named().items():
                 if name.startswith(inside) and (not op.get("half") or p.dim() > 1):
@@ -378,7 +381,7 @@ class Run:
         for replica in self.replicas:
             for unit in self.units(replica) if self.gathered else ():
                 unit.reshard()
-            for name, p in replica.named().items():
+            for name, p in replica.at_rest().items():
                 self.note(replica, name, replica.shown(name, p, whole))
                 if self.sync:
                     grad = None if p.grad is None else replica.shown(name, p.grad, whole)
