@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
-from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 
 from shardwise.core.compat import plain_attributes, tree_flatten, tree_map_only
@@ -59,8 +58,8 @@ class WholeTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Torch's own operation. A plain tensor that it returns is whole too."""
-        if any(issubclass(kind, Parameter) for kind in types):
-            return NotImplemented  # an fp8 parameter, which has its own operations
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # the other class knows more, for example that it holds codes
         with plain_attributes():
             result = func(*args, **(kwargs or {}))
             wraps = type(result) is Tensor and func not in get_default_nowrap_functions()

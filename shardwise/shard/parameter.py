@@ -138,7 +138,7 @@ class TileLeaf(_Leaf, DTensor):  # type: ignore[misc]
         return self._tile.local_gradient(grad)
 
 
-class CodedLeaf(_Leaf, Coded, nn.Parameter):  # type: ignore[misc]
+class CodedLeaf(_Leaf, Coded):
     """A weight in fp8, whose codes and scales are the gathered memory."""
 
     @property
