@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo as disable_dynamo
+from torch._guards import TracingContext
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +35,12 @@ plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 make_wrapper: Any = Tensor._make_wrapper_subclass
 # The gradient of a tensor, past properties of subclasses.
 GRAD: Any = Tensor.grad
+
+
+def compiling() -> bool:
+    """Whether this code is traced, or run by a compiler on tensors without values. (Of the second,
+    ``torch.compiler.is_compiling`` knows nothing before torch 2.13.)"""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def backward_id() -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._C._dynamo import eval_frame
 
-from shardwise.core.compat import disable_dynamo
+from shardwise.core.compat import compiling, disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,7 +53,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Func
         node = getattr(torch.ops.shardwise, name).default
 
         def call(*args: Any) -> Any:
-            return (node if torch.compiler.is_compiling() else function)(*args)
+            return (node if compiling() else function)(*args)
 
         return cast(Function, call)
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.compat import compiling
 from shardwise.core.uncompiled import operator
 from shardwise.precision import fp8_block, fp8_native
 from shardwise.precision.fp8 import WIDE, FP8Error, decode, plane_over
@@ -156,7 +157,7 @@ class _Linear(torch.autograd.Function):
             y = product(flat, codes, scales, bias, "forward", products)
             return shaped(y, *x.shape[:-1], y.shape[-1])
         turned = WIDE if trained else 0
-        if torch.compiler.is_compiling():  # a compiler finds out that several layers quantise one x
+        if compiling():  # a compiler finds out that several layers quantise one x
             quantised = _quantise(flat, True, turned)
         else:
             quantised = fp8_block.quantise_once(x, True, turned)
