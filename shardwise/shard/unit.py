@@ -332,7 +332,9 @@ class Unit:
         while self.turn < len(self.groups) and not self.runtime.for_inputs:
             group = self.groups[self.turn]
             gradients = group.gradients
+            # What else comes is not known inside of a reentrant checkpoint.
             stays = not (group.comes_and_goes or gradients.missing or gradients.late)
+            stays = stays and not self.runtime.is_nested
             if gradients.delayed or not (self.backward == "behind" or stays):
                 return False
             self.turn += 1

@@ -15,6 +15,8 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.core import comm
@@ -270,6 +272,28 @@ def test_a_part_kept_after_forward_is_gathered_from_neighbours() -> None:
         expected += [("all_gather", "dp/2", size * 4) for size in sizes]
         expected += [("reduce_scatter", "dp", size * 4) for size in sizes]
         assert_equal_calls(found, expected)
+
+
+class Recomputed(nn.Sequential):
+    """A unit whose backward comes in parts: those of its reentrant checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_reentrant_checkpoints_inside_a_unit_reduce_once(
+    rank: int, world_size: int, stage: int
+) -> None:
+    model = Recomputed(*(nn.Linear(8, 8) for _ in range(4)))
+    sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(stage))
+    with comm.record() as calls:
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    reductions = [call.operation for call in calls if call.operation != "all_gather"]
+    assert reductions == ["reduce_scatter" if stage else "all_reduce"]
 
 
 def test_one_rank_communicates_nothing() -> None:

@@ -118,7 +118,8 @@ def test_a_compiler_that_sees_the_decoding_keeps_the_values() -> None:
     )
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
     x = torch.randn(20, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    node: Any = compiled(x, weight.codes, weight.scales).grad_fn
+    result = compiled(x, weight.codes, weight.scales)
+    node: Any = result.grad_fn
     kept = [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]
     shapes = [t.dtype for t in kept if t is not None and t.numel() == weight.numel()]
     assert torch.bfloat16 in shapes
