@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 __all__ = [
     "DTensorSpec",
-    "RuleHolder",
     "TensorMeta",
     "TorchDispatchMode",
     "disable_dynamo",
@@ -29,6 +29,7 @@ __all__ = [
     "tree_map_only",
 ]
 
+BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 # Attributes of our tensors are read many times a step. This context avoids __torch_function__.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 # A tensor of a class of its own, without memory.
@@ -78,6 +79,21 @@ def run_backward(loss: Tensor) -> None:
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
         accumulate_grad=True,
     )  # fmt: skip
+
+
+@functools.cache
+def dispatch_first(kind: Any) -> None:
+    """Before 2.13 torch sends operations on all DTensors, subclasses too, to its C++ rules, which
+    take pieces for torch's chunks. Only rules for a class and modes come earlier, and no mode is
+    active while autograd runs a backward. So, from the first tensor of this class on, its own rule
+    is found for every operation."""
+    ours: Any = kind.__torch_dispatch__.__func__
+    theirs = RuleHolder.find
+
+    def find(self: RuleHolder, torch_dispatch_class: type) -> Any:
+        return ours if torch_dispatch_class is kind else theirs(self, torch_dispatch_class)
+
+    RuleHolder.find = find  # type: ignore[method-assign]
 
 
 _leaf = torch.zeros((), requires_grad=True)

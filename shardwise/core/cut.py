@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.core import comm
-from shardwise.core.compat import DTensorSpec, TensorMeta
+from shardwise.core.compat import BEFORE_2_13, DTensorSpec, TensorMeta
 from shardwise.core.division import Division
 from shardwise.core.layout import Box, Layout, Shape
 from shardwise.core.mesh import PretendedMesh, Ranks
@@ -43,7 +43,6 @@ from shardwise.core.placements import REPLICATE, SHARD, Placement
 from shardwise.core.tile import Tile
 
 Op = Literal["sum", "max", "min"]
-BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 class Backing:

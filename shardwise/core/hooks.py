@@ -6,7 +6,6 @@
                     weights end
     after a step    the write is counted, so that the next gather refreshes the weights
     foreach         optimizers and clipping take lists of ShardedTensors, as they do for DTensors
-    operations      on ShardedTensors are dispatched to ShardedTensor, before torch 2.13 too
 
 An optimizer that does a part of this work itself has an attribute that says so: ``marks_writes``,
 ``places_states``.
@@ -29,8 +28,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise.core.compat import RuleHolder, plain_attributes
-from shardwise.core.cut import BEFORE_2_13, Backing
+from shardwise.core.compat import plain_attributes
+from shardwise.core.cut import Backing
 from shardwise.core.tensor import UNREDUCED, ShardedTensor
 from shardwise.core.uncompiled import skip_frames, uncompiled
 
@@ -144,21 +143,3 @@ register_optimizer_step_post_hook(_after_step)
 for _types in (_optimizer_foreach_types, _foreach_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)  # type: ignore[arg-type]
-
-
-def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
-    """Our rule for every operation on our class, found before torch's own.
-
-    Before 2.13 torch sends all DTensors, subclasses too, to its C++ rules, which take pieces for
-    torch's chunks. Only rules for a class and modes come earlier, and no mode is active while
-    autograd runs a backward.
-    """
-    if torch_dispatch_class is ShardedTensor:
-        return _dispatch
-    return _torch_find_rule(self, torch_dispatch_class)
-
-
-_dispatch: Any = ShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
-_torch_find_rule = RuleHolder.find
-if BEFORE_2_13:
-    RuleHolder.find = _find_rule  # type: ignore[method-assign]

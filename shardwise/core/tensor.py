@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from shardwise.core.compat import GRAD, make_wrapper, plain_attributes
+from shardwise.core.compat import BEFORE_2_13, GRAD, dispatch_first, make_wrapper, plain_attributes
 from shardwise.core.cut import Backing, Cut
 from shardwise.core.tensor_ops import Operations
 
@@ -63,7 +63,7 @@ class ShardedTensor(DTensor):
                 f"holds elements {cut.piece[0]} to {cut.piece[1]} of {list(cut.shape)}: pass a "
                 f"tensor of shape {list(cut.local_shape)}"
             )
-        return _wrap(local.detach(), cut, buffer, requires_grad)
+        return over_piece(local.detach(), cut, buffer, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: DTensor's would import torch's compiler, and that keeps the caller's frame
@@ -85,7 +85,7 @@ class ShardedTensor(DTensor):
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
         cut, buffer, requires_grad = flatten_spec
-        return _wrap(inner_tensors["_local_tensor"], cut, buffer, requires_grad)
+        return over_piece(inner_tensors["_local_tensor"], cut, buffer, requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]
         lo, hi = self.cut.piece
@@ -104,7 +104,7 @@ class ShardedTensor(DTensor):
                 f"'{self.cut.name}': only leaves of the autograd graph can be copied"
             )
         buffer = copy.deepcopy(self.buffer, memo)  # one copy for all tensors of a buffer
-        new = _wrap(self._local_tensor.clone(), self.cut, buffer, self.requires_grad)
+        new = over_piece(self._local_tensor.clone(), self.cut, buffer, self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if (grad := GRAD.__get__(self)) is not None:
@@ -307,10 +307,10 @@ class _FullTensor(torch.autograd.Function):
                 f"gradient flows through its full_tensor(). Use it inside the module's forward"
             )
         total = cut.reduce(grad.flatten().clone(), "sum", cut.ranks.axes).view(grad.shape)
-        return _wrap(cut.take(total / cut.mesh.size()).contiguous(), cut)
+        return over_piece(cut.take(total / cut.mesh.size()).contiguous(), cut)
 
 
-def _wrap(
+def over_piece(
     local: Tensor, cut: Cut, buffer: Backing | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
     """A ShardedTensor, made without checks and without ``__init__``: optimizers make hundreds per
@@ -322,7 +322,9 @@ def _wrap(
     if buffer is not None and torch.is_inference_mode_enabled():
         # A view must be a normal tensor, as its base is.
         with torch.inference_mode(False):
-            return _wrap(local, cut, buffer, requires_grad)
+            return over_piece(local, cut, buffer, requires_grad)
+    if BEFORE_2_13:
+        dispatch_first(ShardedTensor)
     tensor: Any = make_wrapper(
         ShardedTensor,
         cut.shape,
@@ -338,4 +340,4 @@ def _wrap(
     return tensor  # type: ignore[no-any-return]
 
 
-_operations = Operations(ShardedTensor, _wrap)
+_operations = Operations(ShardedTensor, over_piece)

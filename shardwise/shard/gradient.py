@@ -37,8 +37,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.memory import CACHING, Block, Source, counted
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import PARTIAL, SHARD, Placements, steps
-from shardwise.core.tensor import UNREDUCED, ShardedTensor
-from shardwise.core.tensor import _wrap as shown
+from shardwise.core.tensor import UNREDUCED, ShardedTensor, over_piece
 from shardwise.shard.flow import Flow
 
 
@@ -473,7 +472,7 @@ class Gradients:
                 if grad is not None and getattr(grad, "published", None) is cut:
                     grad._local_tensor.add_(piece)
                 else:
-                    own: Any = shown(piece, cut)
+                    own: Any = over_piece(piece, cut)
                     own.published = cut  # not a gradient that the user has set, and may set again
                     if isinstance(grad, ShardedTensor):  # from before the replicas divided it
                         piece.add_(cut.within(grad.cut, grad._local_tensor))

@@ -129,8 +129,8 @@ FAULTS = {
     ),
     "a deep copy of a parameter is the parameter": (
         "core/tensor.py",
-        "new = _wrap(self._local_tensor.clone(), self.cut",
-        "new = _wrap(self._local_tensor, self.cut",
+        "new = over_piece(self._local_tensor.clone(), self.cut",
+        "new = over_piece(self._local_tensor, self.cut",
     ),
     "what an exception left in backward is not forgotten": (
         "shard/unit.py",
