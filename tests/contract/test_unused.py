@@ -167,6 +167,20 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(
         plain.zero_grad()
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_parameter_that_a_penalty_alone_reads_gets_the_gradient_of_the_penalty(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """It comes to the weight at rest while the unit, which has no gradient of it, reduces."""
+    net, _ = pair(Choice)
+    wrap(net, world_size, strategy)
+    net.chosen = (0, 2)
+    weight = net.experts[1].weight
+    (weight.square().sum() + vector_loss(net, rank)).backward()
+    assert_close(full(weight.grad), 2 * full(weight.detach()), strategy)
+
+
 class Tail(nn.Module):
     """A head that is called by itself, chunk by chunk, after the model's own forward."""
 
