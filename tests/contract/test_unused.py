@@ -172,7 +172,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(
 def test_a_parameter_that_a_penalty_alone_reads_gets_the_gradient_of_the_penalty(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    """It comes to the weight at rest while the unit, which has no gradient of it, reduces."""
+    """A penalty reaches the weight at rest while its unit, which has no gradient of it, reduces."""
     net, _ = pair(Choice)
     wrap(net, world_size, strategy)
     net.chosen = (0, 2)
