@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -41,11 +42,7 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-# Messages between two ranks arrive in the order in which they were sent. Operations have tags, so
-# that a rank which issues another operation than its peers waits and mixes up no bytes.
-_TAGS = {"all_gather": 0, "reduce_scatter": 2, "all_reduce": 4, "all_to_all": 6}
-# Up to this size, in an all-reduce every rank sends its whole tensor to every other rank. Above, it
-# is a reduce-scatter and a gather, whose bytes do not grow with the number of ranks.
+# The size up to which an all-reduce over gloo is one round of messages.
 _ONE_ROUND_BYTES = 1 << 18
 _SMALL_OBJECT = 2048  # bytes of a rank's object that travel in the first exchange of ``agree``
 
@@ -187,12 +184,6 @@ class Observer(Protocol):
 observer: Observer | None = None
 
 
-def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> None:
-    if observer is not None:
-        observer.issued(Call(operation, axis.name, axis.size, nbytes, arriving), axis)
-    recorded(operation, axis.name, axis.size, nbytes, arriving)
-
-
 # ------------------------------------------------------------------------------ messages
 
 
@@ -253,30 +244,30 @@ _DONE = Pending()
 def _messages(
     operation: str,
     axis: Axis,
-    outgoing: Sequence[Tensor | None],
-    incoming: Sequence[Tensor | None],
+    *parts: tuple[Sequence[Tensor], Sequence[Tensor]],
     finish: Callable[[], None] | None = None,
     second_round: bool = False,
 ) -> Pending:
-    """Send ``outgoing[peer]`` to each peer and receive ``incoming[peer]``, except empty tensors."""
-    tag = _TAGS[operation] + second_round
+    """For each of the ``parts`` (outgoing, incoming), send ``outgoing[peer]`` to each peer and
+    receive ``incoming[peer]``, except empty tensors. Messages between two ranks arrive in the order
+    in which they were sent. A second round begins in a wait, which may come at different moments on
+    the ranks, so it has a tag of its own."""
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
     if axis.group is None:
         return Pending(what, (), finish)
     works: list[Any] = []
-    # Start with the next rank, so that not all ranks talk to rank 0 first.
-    for step in range(1, axis.size):
-        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        message = incoming[source]
-        if message is not None and message.numel():
-            works.append(dist.irecv(_wire(message), axis.peers[source], axis.group, tag))
-        message = outgoing[target]
-        if message is not None and message.numel():
-            works.append(dist.isend(_wire(message), axis.peers[target], axis.group, tag))
-    watcher, landed = streams.watcher(), None
-    if watcher is not None and works:
-        received = sum(m.nbytes for m in incoming if m is not None)
-        landed = watcher.flight(operation, axis.name, received)
+    tag, received = int(second_round), 0
+    for outgoing, incoming in parts:
+        # Start with the next rank, so that not all ranks talk to rank 0 first.
+        for step in range(1, axis.size):
+            target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            if (message := incoming[source]).numel():
+                works.append(dist.irecv(_wire(message), axis.peers[source], axis.group, tag))
+                received += message.nbytes
+            if (message := outgoing[target]).numel():
+                works.append(dist.isend(_wire(message), axis.peers[target], axis.group, tag))
+    watcher = streams.watcher()
+    landed = watcher.flight(operation, axis.name, received) if watcher and works else None
     return Pending(what, works, finish, landed)
 
 
@@ -294,20 +285,6 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
     return axis.backend_for(tensor) == "gloo"
 
 
-def _gather_messages(
-    axis: Axis,
-    out: Tensor,
-    shard: Tensor,
-    finish: Callable[[], None] | None = None,
-    second_round: bool = False,
-) -> Pending:
-    parts = list(out.view(-1).chunk(axis.size))
-    mine = parts[axis.rank]
-    if mine.data_ptr() != shard.data_ptr():
-        mine.copy_(shard)
-    return _messages("all_gather", axis, [mine] * axis.size, parts, finish, second_round)
-
-
 def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
     """The device to copy the tensor to, if this axis cannot send it from where it is: gloo reads
     host memory, NCCL device memory."""
@@ -321,19 +298,29 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
     return None
 
 
-def _by_way_of(place: torch.device, out: Tensor, issue: Callable[[Tensor], Pending]) -> Pending:
-    """Run a collective into memory on ``place``, and copy the result to ``out``."""
+def _begun(
+    operation: str,
+    axis: Axis,
+    out: Tensor,
+    again: Callable[[Tensor, torch.device], Pending],
+    nbytes: int,
+    arriving: int | None = None,
+) -> Pending | None:
+    """Count a collective. Return it, if nothing is left to do: in a plan, whose meta tensors have
+    no bytes to send (gloo goes on, because it receives into memory that plans count too), and where
+    the axis cannot send from the memory of ``out``: then ``again`` runs it on another device."""
+    if observer is not None:
+        observer.issued(Call(operation, axis.name, axis.size, nbytes, arriving), axis)
+    recorded(operation, axis.name, axis.size, nbytes, arriving)
+    if out.is_meta and axis.pretends and not _by_messages(axis, out):
+        return _DONE
+    if (place := _elsewhere(axis, out)) is None:
+        return None
     moved = torch.empty(out.shape, dtype=out.dtype, device=place)
     with uncounted():
-        issue(moved).wait()
+        again(moved, place).wait()
     out.copy_(moved)
     return _DONE
-
-
-def _imagined(axis: Axis, tensor: Tensor) -> bool:
-    """Whether counting is all there is to do, because a meta tensor has no bytes to send. gloo goes
-    on, because it receives messages in memory that plans count too."""
-    return tensor.is_meta and axis.pretends and not _by_messages(axis, tensor)
 
 
 def _no_float8(operation: str, tensor: Tensor) -> None:
@@ -355,44 +342,37 @@ def _native(new: str, old: str) -> Callable[..., Any]:
 def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
     """``out`` = the shards of all ranks, in rank order. ``shard`` may be this rank's part of
     ``out``."""
-    axis = as_axis(group)
-    assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
-    if axis.size == 1:
-        if out.data_ptr() != shard.data_ptr():
-            out.copy_(shard)
-        return _DONE
-    _count("all_gather", axis, out.nbytes)
-    if _imagined(axis, out):
-        return _DONE
-    if (place := _elsewhere(axis, out)) is not None:
-        return _by_way_of(place, out, lambda moved: all_gather(moved, shard.to(place), axis))
-    if _by_messages(axis, out):
-        return _gather_messages(axis, out, shard)
-    gather = _native("all_gather_single", "all_gather_into_tensor")
-    gather(_wire(out), _wire(shard), group=axis.group)
-    return _DONE
+    return all_gather_together([(out, shard)], group)
 
 
 def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike) -> Pending:
     """:func:`all_gather` for several pairs (out, shard) on one device, as one collective."""
-    axis = as_axis(group)
-    if len(parts) == 1 or axis.size == 1:
-        return [all_gather(out, shard, axis) for out, shard in parts][-1]
-    first = parts[0][0]
-    _count("all_gather", axis, sum(out.nbytes for out, _ in parts))
-    if _imagined(axis, first):
+    axis, first = as_axis(group), parts[0][0]
+    for out, shard in parts:
+        assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
+        mine = out.view(-1).chunk(axis.size)[axis.rank]
+        if (axis.size == 1 or _by_messages(axis, out)) and mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+    if axis.size == 1:
         return _DONE
-    if _elsewhere(axis, first) is not None:
-        with uncounted():
-            for out, shard in parts:
-                all_gather(out, shard, axis).wait()
-        return _DONE
+
+    def again(moved: Tensor, place: torch.device) -> Pending:
+        for out, shard in parts[1:]:
+            all_gather(out, shard, axis).wait()
+        return all_gather(moved, parts[0][1].to(place), axis)
+
+    done = _begun("all_gather", axis, first, again, sum(out.nbytes for out, _ in parts))
+    if done is not None:
+        return done
     if _by_messages(axis, first):
-        assert len(parts) == 2, "messages of one collective have two tags"
-        pending = _gather_messages(axis, *parts[0])
-        return _gather_messages(axis, *parts[1], pending.wait, second_round=True)
-    outs, shards = ([pair[side] for pair in parts] for side in (0, 1))
-    axis.group.allgather_into_tensor_coalesced(outs, shards).wait()
+        chunks = [out.view(-1).chunk(axis.size) for out, _ in parts]
+        return _messages("all_gather", axis, *(([c[axis.rank]] * axis.size, c) for c in chunks))
+    if len(parts) == 1:
+        gather = _native("all_gather_single", "all_gather_into_tensor")
+        gather(_wire(first), _wire(parts[0][1]), group=axis.group)
+    else:
+        outs, shards = ([pair[side] for pair in parts] for side in (0, 1))
+        axis.group.allgather_into_tensor_coalesced(outs, shards).wait()
     return _DONE
 
 
@@ -410,34 +390,20 @@ def reduce_scatter(
         if divisor not in (None, 1):
             out.div_(divisor)
         return _DONE
-    _count("reduce_scatter", axis, full.nbytes)
-    if _imagined(axis, full):
-        return _DONE
-    if (place := _elsewhere(axis, full)) is not None:
-        return _by_way_of(
-            place, out, lambda moved: reduce_scatter(moved, full.to(place), axis, divisor=divisor)
-        )
+    again = lambda moved, place: reduce_scatter(moved, full.to(place), axis, divisor=divisor)  # noqa: E731
+    if (done := _begun("reduce_scatter", axis, out, again, full.nbytes)) is not None:
+        return done
     if _by_messages(axis, full):
-        return _reduce_messages(axis, out, full, divisor)
+        parts = full.view(-1).chunk(axis.size)
+        terms = [part if r == axis.rank else _room_for(part) for r, part in enumerate(parts)]
+        add_up = partial(_sum_in_rank_order, out, terms, divisor)
+        return _messages("reduce_scatter", axis, (parts, terms), finish=add_up)
     operation, rest = _native_sum(axis, divisor)
-    _native("reduce_scatter_single", "reduce_scatter_tensor")(
-        out, full, op=operation, group=axis.group
-    )
+    scatter = _native("reduce_scatter_single", "reduce_scatter_tensor")
+    scatter(out, full, op=operation, group=axis.group)
     if rest is not None:
         out.div_(rest)
     return _DONE
-
-
-def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | None) -> Pending:
-    parts = list(full.view(-1).chunk(axis.size))
-    received = [
-        parts[peer] if peer == axis.rank else _room_for(parts[peer]) for peer in range(axis.size)
-    ]
-
-    def finish() -> None:
-        _sum_in_rank_order(out, received, divisor)
-
-    return _messages("reduce_scatter", axis, parts, received, finish)
 
 
 def reduce_parts(
@@ -514,15 +480,11 @@ def all_reduce(
         if divisor not in (None, 1):
             tensor.div_(divisor)
         return _DONE
-    _count("all_reduce", axis, tensor.nbytes)
-    if _imagined(axis, tensor):
-        return _DONE
-    if (place := _elsewhere(axis, tensor)) is not None:
-        return _by_way_of(
-            place, tensor, lambda moved: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)
-        )
+    again = lambda moved, _: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)  # noqa: E731
+    if (done := _begun("all_reduce", axis, tensor, again, tensor.nbytes)) is not None:
+        return done
     if _by_messages(axis, tensor):
-        return _all_reduce_messages(axis, tensor, op, divisor)
+        return _all_reduce_messages(axis, tensor.view(-1), op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
     dist.all_reduce(tensor, op=operation, group=axis.group)
     if rest is not None:
@@ -531,27 +493,25 @@ def all_reduce(
 
 
 def _all_reduce_messages(
-    axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
+    axis: Axis, flat: Tensor, op: ReduceName, divisor: float | None
 ) -> Pending:
-    flat = tensor.view(-1)
-    if tensor.nbytes * axis.size <= _ONE_ROUND_BYTES:
-        terms = [flat.clone() if r == axis.rank else _room_for(flat) for r in range(axis.size)]
+    """One round in which every rank sends all to all, or, for a long tensor, a reduce-scatter and a
+    gather, whose bytes do not grow with the number of ranks."""
+    if flat.nbytes * axis.size <= _ONE_ROUND_BYTES:
+        parts, mine = [flat] * axis.size, flat
+    else:
+        length = -(-flat.numel() // axis.size)
+        parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
+        mine = parts[axis.rank]
+    terms = [parts[r] if r == axis.rank else _room_for(mine) for r in range(axis.size)]
 
-        def add_up() -> None:
-            _sum_in_rank_order(flat, terms, divisor, op)
+    def add_up() -> None:
+        _sum_in_rank_order(mine, terms, divisor, op)
+        if mine is not flat:
+            shared = [mine] * axis.size, parts
+            _messages("all_reduce", axis, shared, second_round=True).wait()
 
-        return _messages("all_reduce", axis, [terms[axis.rank]] * axis.size, terms, add_up)
-
-    length = -(-flat.numel() // axis.size)
-    parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
-    mine = parts[axis.rank]
-    received = [mine if r == axis.rank else _room_for(mine) for r in range(axis.size)]
-
-    def share() -> None:
-        _sum_in_rank_order(mine, received, divisor, op)
-        _messages("all_reduce", axis, [mine] * axis.size, parts, second_round=True).wait()
-
-    return _messages("all_reduce", axis, parts, received, share)
+    return _messages("all_reduce", axis, (parts, terms), finish=add_up)
 
 
 def all_to_all(
@@ -565,20 +525,16 @@ def all_to_all(
         return _DONE
     width, here = source.element_size(), axis.rank
     sent, arriving = sum(sizes) - sizes[here], sum(out_sizes) - out_sizes[here]
-    _count("all_to_all", axis, sent * width, arriving * width)
-    if _imagined(axis, out):
-        return _DONE
-    if (place := _elsewhere(axis, out)) is not None:
-        return _by_way_of(
-            place, out, lambda moved: all_to_all(moved, source.to(place), out_sizes, sizes, axis)
-        )
+    again = lambda moved, place: all_to_all(moved, source.to(place), out_sizes, sizes, axis)  # noqa: E731
+    done = _begun("all_to_all", axis, out, again, sent * width, arriving * width)
+    if done is not None:
+        return done
+    lengths = list(out_sizes), list(sizes)
     if _by_messages(axis, out):
-        outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
-        incoming[axis.rank].copy_(outgoing[axis.rank])
-        return _messages("all_to_all", axis, outgoing, incoming)
-    dist.all_to_all_single(
-        _wire(out), _wire(source), list(out_sizes), list(sizes), group=axis.group
-    )
+        incoming, outgoing = out.split(lengths[0]), source.split(lengths[1])
+        incoming[here].copy_(outgoing[here])
+        return _messages("all_to_all", axis, (outgoing, incoming))
+    dist.all_to_all_single(_wire(out), _wire(source), *lengths, group=axis.group)
     return _DONE
 
 
@@ -587,11 +543,9 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     axis = as_axis(group)
     if axis.size == 1:
         return _DONE
-    _count("broadcast", axis, tensor.nbytes)
-    if _imagined(axis, tensor):
-        return _DONE
-    if (place := _elsewhere(axis, tensor)) is not None:
-        return _by_way_of(place, tensor, lambda moved: broadcast(moved.copy_(tensor), axis, source))
+    again = lambda moved, _: broadcast(moved.copy_(tensor), axis, source)  # noqa: E731
+    if (done := _begun("broadcast", axis, tensor, again, tensor.nbytes)) is not None:
+        return done
     dist.broadcast(_wire(tensor), axis.peers[source], group=axis.group)
     return _DONE
 

@@ -261,27 +261,19 @@ def test_agree_lists_the_objects_of_all_ranks_in_order(rank: int, world_size: in
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_operations_in_flight_do_not_mix_up_their_messages(rank: int, world_size: int) -> None:
-    """A gather and a reduction issued in another order on each rank still meet their own."""
-    out, gathered = torch.empty(3), torch.empty(3 * world_size)
-    full, shard = values(rank, 3 * world_size), values(rank, 3)
-    issue = [
-        lambda: comm.all_gather(gathered, shard, dp()),
-        lambda: comm.reduce_scatter(out, full, dp()),
-    ]
-    pending = [start() for start in (issue if rank % 2 else reversed(issue))]
-    for one in pending:
-        one.wait()
-        one.wait()  # a second wait does nothing
-    assert torch.equal(gathered, torch.cat([values(peer, 3) for peer in range(world_size)]))
-    expected = rank_order_sum(3 * world_size, world_size, torch.float32, None)
-    assert torch.equal(out, expected[3 * rank : 3 * rank + 3])
-    # Several of one kind in flight, waited for backwards.
+    """Several in flight, waited for in another order on each rank; long sums take two rounds."""
     outs = [torch.empty(2 * world_size) for _ in range(4)]
     flights = [
         comm.all_gather(o, torch.full((2,), 10.0 * n + rank), dp()) for n, o in enumerate(outs)
     ]
-    for one in reversed(flights):
+    sums = [values(rank, LONG), values(rank, 5)]
+    flights += [comm.all_reduce(total, dp()) for total in sums]
+    for one in flights if rank % 2 else reversed(flights):
         one.wait()
+        one.wait()  # a second wait does nothing
+    for total in sums:
+        numel = total.numel()
+        assert torch.equal(total, rank_order_sum(numel, world_size, torch.float32, None))
     for number, result in enumerate(outs):
         expected = torch.tensor([10.0 * number + peer for peer in range(world_size)])
         assert torch.equal(result, expected.repeat_interleave(2))
