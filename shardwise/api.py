@@ -10,6 +10,7 @@ from shardwise.core.memory import ledger
 from shardwise.core.mesh import init_mesh
 from shardwise.core.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.core.tensor import ShardedTensor
+from shardwise.debug import debug
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.matrix_function import matrix_optimizer
 from shardwise.optim.muon import muon
@@ -20,7 +21,6 @@ from shardwise.optim.split import Split
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.debugging import debug
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard

@@ -112,8 +112,8 @@ def build(recompute: bool = False, width: int = 96) -> Net:
 class Serial(Lanes):
     """Everything on one stream: the truth that overlap must not change."""
 
-    def __init__(self, device: torch.device, *, unify: bool = False) -> None:
-        super().__init__(device, unify=unify)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._streams = dict.fromkeys(self._streams, None)
 
     def on(self, lane: str) -> contextlib.AbstractContextManager[object]:  # type: ignore[override]
@@ -156,7 +156,7 @@ def check_bitwise(rank: int, world_size: int, strategy: str) -> None:
     net = wrap(build(), strategy, world_size, precision=precision)
     losses = train(net, rank, world_size, 2)
     expected = values(net)
-    for options in ({"unify_streams": True}, {"memory": "trace"}, {"recompute": True}):
+    for options in ({"memory": "trace"}, {"recompute": True}):
         recompute = bool(options.pop("recompute", False))
         other = wrap(build(recompute), strategy, world_size, precision=precision, **options)
         assert all(map(torch.equal, train(other, rank, world_size, 2), losses)), options

@@ -217,7 +217,7 @@ def native_products_are_refused_below_capability_10() -> None:
 
 # ------------------------------------------------------------------------ models, on real streams
 
-MEMORIES: tuple[dict[str, Any], ...] = ({}, {"memory": "trace"}, {"unify_streams": True})
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"memory": "trace"})
 
 
 @contextmanager

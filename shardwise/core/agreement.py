@@ -82,10 +82,9 @@ def raise_together(
     axes: Iterable[comm.Axis],
     *,
     same: str,
-    facts: Any = None,
-) -> bool:
+) -> None:
     """Raise on every rank the problems that any rank has, or an error where ``mine`` differs
-    between ranks. Returns whether ``facts``, which may differ, are equal on all ranks of all axes.
+    between ranks.
 
     Every rank goes through every axis, whatever it finds: a rank that left early would make the
     others wait. There is one exchange over each axis, and a second one where ``mine`` differs.
@@ -95,14 +94,11 @@ def raise_together(
         mine: what this rank is about to do, in lines that must be equal on all ranks.
         same: ``mine`` in a few words, "wrap the same module".
     """
-    found, equal_facts = list(problems), True
-    digest, facts_digest = (sha256(repr(x).encode()).digest() for x in (list(mine), facts))
+    found, digest = list(problems), sha256(repr(list(mine)).encode()).digest()
     for axis in axes:
-        answers = comm.agree((found, equal_facts, digest, facts_digest), axis)
-        found = list(dict.fromkeys(problem for theirs, *_ in answers for problem in theirs))
-        # Peers pass on what they learned over the axes before this one.
-        equal_facts = all(equal and theirs == facts_digest for _, equal, _, theirs in answers)
-        digests = [theirs for _, _, theirs, _ in answers]
+        answers = comm.agree((found, digest), axis)
+        found = list(dict.fromkeys(problem for theirs, _ in answers for problem in theirs))
+        digests = [theirs for _, theirs in answers]
         other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), 0)
         if other and not found:
             lines = comm.agree(list(mine), axis)
@@ -115,7 +111,6 @@ def raise_together(
     if found:
         kind = NotImplementedError if found[0].startswith(UNSUPPORTED) else ValueError
         raise kind(f"{what}: " + "; ".join(found))
-    return equal_facts
 
 
 def differ(value: int, axis: comm.Axis) -> bool:

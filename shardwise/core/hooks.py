@@ -33,7 +33,7 @@ from shardwise.core.cut import Backing
 from shardwise.core.tensor import UNREDUCED, ShardedTensor
 from shardwise.core.uncompiled import skip_frames, uncompiled
 
-OWNER = "_shardwise_owner"  # attribute of a parameter of before wrapping: its name in its unit
+OWNER = "_shardwise_owner"  # attribute of tensors that are not at rest: the name in the unit
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
@@ -73,14 +73,14 @@ def _cut_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for an optimizer that holds parameters as they were before wrapping."""
+    """Raise for an optimizer that holds tensors which are not the parameters at rest."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if type(parameter) is not ShardedTensor and hasattr(parameter, OWNER):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds '{getattr(parameter, OWNER)}' as it was "
-                    f"before wrapping, which no forward reads any more: build the optimizer after "
-                    f"fully_shard or data_parallel"
+                    f"before wrapping, or as gathered for a forward: its updates would be lost. "
+                    f"Build the optimizer after fully_shard or data_parallel, and after reshard()"
                 )
 
 

@@ -29,26 +29,18 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """The streams of one device. ``unify`` puts all communication on one stream: this overlaps less
-    and saves one unit of peak memory, because a gather can reuse memory that a reduction freed."""
+    """The streams of one device."""
 
-    def __init__(self, device: torch.device, *, unify: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.unify = unify
         # Whether work runs later than the host issues it; a plan pretends that it does.
         self.asynchronous = device.type == "cuda"
         self._streams: dict[str, Any] = {}
         self._joins: dict[tuple[str, str], Any] = {}
         if self.asynchronous:
             self._index = torch.cuda.current_device() if device.index is None else device.index
-            gather = torch.cuda.Stream(device, priority=-1)
             names = ("gather", "reduce", "outer")
-            self._streams = {
-                name: gather
-                if unify or name == "gather"
-                else torch.cuda.Stream(device, priority=-1)
-                for name in names
-            }
+            self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in names}
         self._own = {stream.stream_id for stream in self._streams.values()}
 
     def on(self, lane: LaneName) -> AbstractContextManager[Any]:
@@ -74,8 +66,6 @@ class Lanes:
         if not self._streams:
             return
         waiting, awaited = self._stream(lane), self._stream(other)
-        if waiting is awaited:
-            return
         # One event for each pair, recorded again: a wait is bound to the record at that time.
         event = self._joins.get((lane, other))
         if event is None:

@@ -8,14 +8,14 @@ Each check returns a list of problems, each a text with the value, the reason an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.core.agreement import UNSUPPORTED
@@ -26,7 +26,6 @@ from shardwise.core.placements import SHARD, Placements
 from shardwise.core.tensor import ShardedTensor
 from shardwise.core.tile import tile_problem
 from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.notices import warn_once
 from shardwise.precision import Precision
 from shardwise.precision.fp8_native import native_problem
 from shardwise.shard.found import Found, experts_text, spread_linear
@@ -264,34 +263,4 @@ def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
         )
     if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
         problems.append(f"bucket_mb={bucket_mb!r}: pass a number of megabytes above 0")
-    return problems
-
-
-def placement_problems(
-    choose: Callable[[nn.Parameter], Any] | None, found: Sequence[Found]
-) -> list[str]:
-    """Problems of torch's ``shard_placement_fn``, which has no effect: flat buffers are cut along
-    rows, and no dimension has to divide evenly."""
-    problems = []
-    for f in found if choose is not None else ():
-        assert choose is not None
-        wanted = choose(f.parameter)
-        if wanted is not None and not isinstance(wanted, Shard):
-            problems.append(
-                f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': it may return "
-                f"a Shard or None; for another mesh, wrap the parameter's module with mesh=..."
-            )
-        elif wanted is not None and not -f.parameter.ndim <= wanted.dim < max(f.parameter.ndim, 1):
-            problems.append(
-                f"shard_placement_fn wants {wanted!r} for '{f.name}' of shape "
-                f"{list(f.parameter.shape)}, which has no such dimension"
-            )
-        elif wanted is not None and wanted.dim not in (0, -f.parameter.ndim):
-            warn_once(
-                logger,
-                "shard_placement_fn has no effect (%r for '%s'): flat buffers are cut along rows",
-                wanted,
-                f.name,
-                about="shard_placement_fn",
-            )
     return problems

@@ -67,7 +67,6 @@ def data_parallel(
     ignored_params: set[nn.Parameter] | None = None,
     unused_parameters: str = "none",
     memory: str = "caching",
-    unify_streams: bool = False,
 ) -> M:
     """Replicate a model's weights over a mesh, and shard its gradients and optimizer state.
 
@@ -102,7 +101,7 @@ def data_parallel(
         mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
         ignored_params: parameters to leave alone: they are not sharded, moved or reduced.
         unused_parameters: ``"none"`` or ``"zeros"``; see ``fully_shard``.
-        memory, unify_streams: see ``fully_shard``.
+        memory: see ``fully_shard``.
     """
     check_types([model], mesh, placements, precision, mp_policy, verb="data_parallel")
     mesh = init_mesh() if mesh is None else data_mesh(mesh)
@@ -131,7 +130,7 @@ def data_parallel(
         _planned_buckets(job, routes, settings, bucket_mb, grain),
         {home: float(mesh.size()) for home in job.ranks if home != mesh},
         unused=unused_parameters,
-        options={"memory": memory, "unify": unify_streams},
+        options={"memory": memory},
         waits=not overlap_gather,
     )
     for stage, numbers in _stages(model, unit).items() if overlap_gather else ():

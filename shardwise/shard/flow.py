@@ -45,9 +45,8 @@ class Flow:
         device: torch.device,
         lanes: Lanes | None = None,
         memory: str = "caching",
-        unify: bool = False,
     ) -> None:
-        self.lanes = lanes or Lanes(device, unify=unify)
+        self.lanes = lanes or Lanes(device)
         self.source: Source = TracePool() if memory == "trace" else CACHING
         # Each reduction more under way adds the gradients of a unit to the peak of memory.
         self.max_reductions = 1

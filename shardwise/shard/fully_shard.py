@@ -26,7 +26,6 @@ from shardwise.shard.checks import (
     check_types,
     forward_problems,
     option_problems,
-    placement_problems,
     wrapping_problems,
 )
 from shardwise.shard.formats import item_of
@@ -52,7 +51,6 @@ def fully_shard(
     grain: GrainChoice | None = None,
     unused_parameters: str = "none",
     memory: str = "caching",
-    unify_streams: bool = False,
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
@@ -77,7 +75,8 @@ def fully_shard(
 
             A view of a weight that your code keeps is valid until the unit is released, as in
             FSDP2.
-        shard_placement_fn: torch's argument. It is checked and has no effect.
+        shard_placement_fn: torch's argument, without effect: flat buffers are cut along rows, and
+            no dimension has to divide evenly.
         mp_policy: torch's ``MixedPrecisionPolicy``, instead of ``precision``.
         offload_policy: ``CPUOffloadPolicy()`` keeps main weights, gradients and optimizer state in
             host memory.
@@ -94,7 +93,6 @@ def fully_shard(
             - ``"zeros"``: it counts as zeros, and ``.grad`` is not None.
         memory: where packed gradients come from: ``"caching"`` or ``"trace"`` (memory of the step
             before). The value of the root module counts.
-        unify_streams: run all communication on one stream. The value of the root module counts.
         meshes: other meshes for some parameters; see ``data_parallel``.
     """
     modules = list(module) if isinstance(module, list) else [module]
@@ -108,7 +106,6 @@ def fully_shard(
     ranks = job.ranks[mesh]
     inner = ranks.axes[-1]
     problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
-    problems += placement_problems(shard_placement_fn, job.found)
     if meshes and type(reshard_after_forward) is int:
         problems.append(
             f"reshard_after_forward={reshard_after_forward} with meshes: the neighbours of a rank "
@@ -135,7 +132,7 @@ def fully_shard(
         release_after_forward=release,
         kept_axis=kept_axis,
         unused=unused_parameters,
-        options={"memory": memory, "unify": unify_streams},
+        options={"memory": memory},
     )
     return module
 

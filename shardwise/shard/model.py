@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.compat import at_end_of_backward, backward_id
 from shardwise.core.memory import weakly
+from shardwise.debug import watch_if_asked
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.policy import stores_nothing
-from shardwise.shard.debugging import watch_if_asked
 from shardwise.shard.flow import Flow
 from shardwise.shard.parameter import AnyLeaf
 from shardwise.words import quoted

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.compat import make_wrapper
 from shardwise.core.hooks import OWNER
@@ -75,6 +74,11 @@ class _Leaf:
         if gradients is None:
             raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
         return gradients
+
+    @property
+    def _shardwise_owner(self) -> str:
+        """The parameter's name, by which hooks know that no optimizer may hold this tensor."""
+        return self._of_group.name(self._index)
 
     def full_tensor(self) -> Tensor:
         """The whole main weight (collective), for scripts that call it gathered or not."""
@@ -168,19 +172,3 @@ def carry_attributes(source: Tensor, target: Tensor) -> None:
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ours:
             setattr(target, name, value)
-
-
-def _refuse_others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise for an optimizer that holds tensors which are not the parameters at rest."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, _Leaf):
-                name = parameter._of_group.name(parameter._index)
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} holds '{name}' as gathered for a forward: its "
-                    f"updates would be lost. It was built while weights were unsharded; call "
-                    f"reshard() on the modules, then build it again"
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_others)

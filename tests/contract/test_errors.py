@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise import notices
 from tests.contract.helpers import (
     WIDTH,
     Block,
@@ -355,33 +352,6 @@ def test_all_problems_are_told_at_once(rank: int, world_size: int) -> None:
         ValueError,
     )
     assert all(word in message for word in ("ModuleList", "axes", "'x'", "'y'"))
-
-
-@on_ranks(2)
-def test_placement_functions_may_ask_for_any_dimension(rank: int, world_size: int) -> None:
-    """Flat buffers make it unnecessary: accepted, the model trains, and one line says so."""
-    mesh = mesh_for("zero", world_size)
-    notices._warned.clear()
-
-    def columns(parameter: nn.Parameter) -> Shard | None:
-        return Shard(1) if parameter.shape == (30, WIDTH) else None
-
-    lines = []
-    for choose in (lambda _: None, lambda _: Shard(0), columns, lambda p: Shard(p.ndim - 1)):
-        net, plain = pair(Block)
-        with unittest.TestCase().assertLogs("shardwise") as told:
-            logging.getLogger("shardwise").info("begun")  # assertLogs wants a line
-            sw.fully_shard(net, mesh=mesh, shard_placement_fn=choose)
-        lines.append([line for line in told.output if "shard_placement_fn has no effect" in line])
-        check_backward(net, plain, vector_loss, rank, world_size)
-    assert list(map(len, lines)) == [0, 0, int(rank == 0), 0]
-
-    def refused(wanted: Any, kind: type[BaseException]) -> str:
-        options = {"mesh": mesh, "shard_placement_fn": lambda _: wanted}
-        return raised(lambda: sw.fully_shard(Block(), **options), kind)
-
-    assert "norm.weight" in refused(Replicate(), NotImplementedError)
-    assert "no such dimension" in refused(Shard(1), ValueError), "of a vector"
 
 
 # ------------------------------------------------------------------------------ every method

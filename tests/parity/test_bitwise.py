@@ -86,7 +86,6 @@ def separate_groups(model: Model) -> None:
 CHANGES = (without_prefetch, eager_prefetch, one_reduction, many_reductions, separate_groups)
 OPTIONS = (
     {"memory": "trace"},
-    {"unify_streams": True},
     {"reshard_after_forward": False},
     {"reshard_after_forward": True},
 )

@@ -128,7 +128,6 @@ def without_prefetch(model: Any) -> None:
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"memory": "trace"},
-    {"unify_streams": True},
     {"reshard_after_forward": False},
     {"reshard_after_forward": True},
     {"inside": True},

@@ -78,8 +78,8 @@ class Checker(TorchDispatchMode):
         checker = self
 
         class Lanes(RecordedLanes):
-            def __init__(self, device: torch.device, *, unify: bool = False) -> None:
-                super().__init__(device, unify=unify, checker=checker)
+            def __init__(self, device: torch.device) -> None:
+                super().__init__(device, checker=checker)
 
         def acquire(source: Caching, block: Block) -> None:
             resize[0](source, block)
@@ -280,15 +280,15 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
 class RecordedLanes(streams.Lanes):
     """Lanes of a device that is not there: what they promise is recorded."""
 
-    def __init__(self, device: torch.device, *, unify: bool = False, checker: Checker) -> None:
-        super().__init__(device, unify=unify)
+    def __init__(self, device: torch.device, *, checker: Checker) -> None:
+        super().__init__(device)
         self.asynchronous, self._checker = True, checker
         self._number = checker.number_lanes()
 
     def _stream(self, lane: str) -> str:
         """Its name; the compute lane has none inside another, as on a device."""
         if lane != "compute":
-            return f"{'gather' if self.unify else lane} {self._number}"
+            return f"{lane} {self._number}"
         assert self._checker.lane == "compute", "name the compute lane outside other lanes"
         return lane
 

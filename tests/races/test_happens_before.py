@@ -282,7 +282,6 @@ def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -
     [
         ("zero3", "bf16", {"memory": "trace"}),
         ("hfsdp", "mxfp8", {"memory": "trace"}),
-        ("zero3", "bf16", {"unify_streams": True}),
         ("zero3", "bf16", {"reshard_after_forward": False}),
         ("zero3", "bf16", {"reshard_after_forward": 2}),
         ("zero3", "mxfp8", {"reshard_after_forward": 2}),

@@ -303,27 +303,3 @@ def test_figures_come_from_result_files(page: Path) -> None:
 
 def test_figures_of_nowhere_are_found() -> None:
     assert untraced("replicas", "1.020 and 3.21x and 12.27 GiB and 77 ms") == ["3.21", "77"]
-
-
-# Files that send Python objects to other ranks, and the line of SECURITY.md that tells of it.
-SENT = {
-    "is made": "core/agreement core/mesh core/rehearsal optim/exchange optim/matrix_group"
-    " shard/diagnose",
-    "is saved or loaded": "checkpoint/saving checkpoint/store",
-    "run begins": "train/build train/session train/fit",
-    "run goes on": "train/loop train/guard",
-    "debugged": "shard/debugging",
-}
-
-
-def test_security_tells_what_is_sent_between_ranks_as_it_is() -> None:
-    package = ROOT / "shardwise"
-    texts = {path: path.read_text() for path in package.rglob("*.py")}
-    found = {str(p.relative_to(package))[:-3] for p, text in texts.items() if "comm.agree(" in text}
-    assert found == {name for names in SENT.values() for name in names.split()}
-    told = (ROOT / "SECURITY.md").read_text().split("## Between ranks")[1]
-    assert all(line in told for line in SENT), "what is sent is told"
-    by_torch = any("all_gather_object(" in text for text in texts.values())
-    assert ("all_gather_object" in told) == by_torch
-    in_store = any("store.set(" in text for text in texts.values())
-    assert ("rendezvous store" in told) == in_store

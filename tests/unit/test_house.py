@@ -199,34 +199,6 @@ def test_every_file_is_licensed_and_finished() -> None:
     assert (bare, left) == ([], [])
 
 
-def reading_order(page: str) -> list[list[str]]:
-    """The files of each row in the table of docs/architecture.md."""
-    table = page.split("## Reading order")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return [re.findall(r"`([a-z0-9_/]+\.py)`", row) for row in rows]
-
-
-def read_too_early(rows: list[list[str]]) -> list[str]:
-    """The files that import, outside of functions, a file of a later row."""
-    place = {name: number for number, row in enumerate(rows) for name in row}
-    found = []
-    for name, number in place.items():
-        for node in parsed(ROOT / "shardwise" / name).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwise"):
-                module = str(node.module).removeprefix("shardwise").replace(".", "/").lstrip("/")
-                files = [f"{module}.py", *(f"{module}/{a.name}.py".lstrip("/") for a in node.names)]
-                late = [one for one in files if place.get(one, 0) > number]
-                found += [f"{name} needs {one}" for one in late]
-    return found
-
-
-def test_the_reading_order_of_the_architecture_page_is_true() -> None:
-    rows = reading_order((ROOT / "docs/architecture.md").read_text())
-    assert len(rows) > 20 and len({name for row in rows for name in row}) == sum(map(len, rows))
-    assert read_too_early(rows) == []
-    assert "core/buffer.py needs core/layout.py" in read_too_early(rows[::-1])
-
-
 # ------------------------------------------------------------------------------- negative controls
 
 
