@@ -10,7 +10,7 @@ from shardwise.core.memory import ledger
 from shardwise.core.mesh import init_mesh
 from shardwise.core.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.core.tensor import ShardedTensor
-from shardwise.debug import debug
+from shardwise.debugging import debug
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.matrix_function import matrix_optimizer
 from shardwise.optim.muon import muon

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.compat import at_end_of_backward, backward_id
 from shardwise.core.memory import weakly
-from shardwise.debug import watch_if_asked
+from shardwise.debugging import watch_if_asked
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.flow import Flow

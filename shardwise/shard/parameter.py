@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

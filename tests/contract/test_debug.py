@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core import comm, streams
-from shardwise.debug import debug
+from shardwise.debugging import debug
 from tests.contract.helpers import STRATEGIES, WIDTH, logged, raised, ranks_for, vector_loss, wrap
 from tests.ranks import on_ranks, run_ranks
 
