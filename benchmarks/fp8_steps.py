@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import fp8_grouped, report
+from benchmarks import report
 from benchmarks.measure import GIB, StepClock, milliseconds, step_row
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
@@ -437,7 +437,7 @@ def swiglu_table() -> Iterator[Table]:
     )
 
 
-PARTS = ["kernels", "swiglu", "grouped", "passes", "steps"]
+PARTS = ["kernels", "swiglu", "steps"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -468,8 +468,6 @@ def main(arguments: Sequence[str]) -> None:
         made = {
             "kernels": (kernel_tables, product_table),
             "swiglu": (swiglu_table,),
-            "grouped": (fp8_grouped.mlp_tables,),
-            "passes": (fp8_grouped.pass_tables,),
         }
         try:
             for part in (part for part in parts if part in made):

@@ -89,11 +89,11 @@ class Peer:
 
 
 class Ours:
-    def __init__(self, w1: Tensor, w2: Tensor, block: int, path: str | None) -> None:
+    def __init__(self, w1: Tensor, w2: Tensor, block: int) -> None:
         experts, hidden, width = w2.shape
         self.mlp = GroupedMLP(
             experts, hidden, width, activation=swiglu(), gate_up_block=block,
-            path=path, device="meta", dtype=w1.dtype,  # type: ignore[arg-type]
+            device="meta", dtype=w1.dtype,
         )  # fmt: skip
         self.mlp.fc1.weight = torch.nn.Parameter(convert_gate_up(w1.detach(), 0, block, -2))
         self.mlp.fc2.weight = torch.nn.Parameter(w2.detach())
@@ -184,11 +184,10 @@ def run(
         dy = torch.randn(num_rows, hidden, device=device).to(dtype)
         flops = 6 * num_rows * hidden * width / 1e9
         for main in (False, True):
-            path = "fused" if device == "cuda" else None
             systems: dict[str, Any] = {PEER: Peer(w1.requires_grad_(), w2.requires_grad_())}
-            systems["shardwise, stacked"] = Ours(w1, w2, 0, path)
+            systems["shardwise, stacked"] = Ours(w1, w2, 0)
             if not main:
-                systems["shardwise, interleaved by 32"] = Ours(w1, w2, 32, path)
+                systems["shardwise, interleaved by 32"] = Ours(w1, w2, 32)
             else:
                 systems[PEER].main_grads = [torch.zeros_like(w, dtype=torch.float32)
                                             for w in (w1, w2)]  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,15 +108,8 @@ def _leave_pieces_alone() -> None:
     torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
 
 
-# Called with parameters whose gradients are about to be used, and with the name of the use.
-on_use: list[Callable[[list[Tensor], str], None]] = []
-
-
 def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
     """Raise if microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
-    parameters = list(parameters)
-    for refuse in on_use:
-        refuse(parameters, what)
     waiting = [
         p.cut.name
         for p in parameters

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -97,6 +97,12 @@ class Lanes:
         # Inside ``on(...)`` the caller's own stream is not known: join before, not inside.
         assert current.stream_id not in self._own, "name the compute lane outside other lanes"
         return current
+
+
+@cache
+def lanes_apart(device: torch.device) -> Lanes:
+    """The lanes of messages that belong to no unit, such as the rows of experts."""
+    return Lanes(device)
 
 
 class _OnStream:

@@ -36,7 +36,8 @@ __all__ = ["Backing", "Cut", "ShardedTensor"]
 
 UNREDUCED = (
     "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
-    "set_requires_gradient_sync(True) before the last backward of a step"
+    "set_requires_gradient_sync(True) before the last backward of a step, and backward_dw() after "
+    "it where weight gradients are delayed"
 )
 
 

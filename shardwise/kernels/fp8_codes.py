@@ -435,38 +435,3 @@ def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
     )  # fmt: skip
     return out, out_scales
-
-
-@triton.jit
-def _rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, rows, columns, high: tl.constexpr, wide: tl.constexpr,
-    rceil: tl.constexpr, native: tl.constexpr,
-):  # fmt: skip
-    line = tl.program_id(0) * high + tl.arange(0, high)[:, None]
-    lane = tl.arange(0, wide)[None, :]
-    inside = (line < rows) & (lane < columns)
-    place = line.to(tl.int64) * columns + lane
-    bits = bf16_bits(tl.load(x_ptr + place, mask=inside, other=0), False)
-    scale, inverse = block_scale(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), rceil)
-    codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, native)
-    tl.store(codes_ptr + place, codes, mask=inside)
-    tl.store(scales_ptr + line, scale, mask=line < rows)
-
-
-def quantise_rows(
-    x: Tensor,  # [rows, columns], contiguous bf16
-    codes: Tensor,  # uint8 [rows, columns]
-    scales: Tensor,  # fp32 [rows]
-    *,
-    rounding: str = "exact",
-) -> None:
-    """Encode a matrix with one scale for each row."""
-    rows, columns = x.shape
-    wide = triton.next_power_of_2(columns)
-    high = max(1, 8192 // wide)
-    if rows:
-        run(
-            _rows_kernel, (triton.cdiv(rows, high),),
-            x.view(torch.int16), codes, scales, rows, columns, high=high, wide=wide,
-            rceil=rounding == "rceil", native=casts_natively(x.device), num_warps=8,
-        )  # fmt: skip

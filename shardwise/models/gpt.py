@@ -118,8 +118,6 @@ def mixture(config: GPTConfig) -> MixtureOfExperts:
         balance_loss=config.balance_coefficient,
         z_loss=config.z_coefficient,
         bias_rate=config.bias_rate,
-        capacity_factor=config.capacity_factor,
-        drop=config.drop,
         groups=config.expert_groups,
         groups_per_token=config.groups_per_token,
         sequence_loss=config.sequence_balance_coefficient,
@@ -189,9 +187,6 @@ class Block(nn.Module):
         Only the function is compiled, not the module: hooks of sharding still run around it, and
         the names of parameters do not change.
         """
-        mixture = self.feed_forward
-        if isinstance(mixture, MixtureOfExperts) and mixture.axis and mixture.in_graphs:
-            options = {"fullgraph": True} | options  # or torch does not capture numbers of rows
         self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
 
 

@@ -85,10 +85,6 @@ class GPTConfig:
         balance_coefficient: weight of the load-balance term in the training loss.
         z_coefficient: weight of the term that keeps a router's logits small.
         bias_rate: change per step of the bias that makes busy experts less likely; 0: no bias.
-        capacity_factor: largest load of an expert, relative to an even share of the tokens;
-            ``None``: no limit.
-        drop: which choices of an expert above its capacity are dropped: ``late`` choices in the
-            batch, or ``unlikely`` choices by the router's weight.
         expert_groups: number of equal parts of the experts. A token's experts lie in few groups. If
             a group holds the experts of one node, groups limit the number of nodes for a token.
         groups_per_token: number of groups in which a token's experts may lie.
@@ -130,8 +126,6 @@ class GPTConfig:
     balance_coefficient: float = 0.01
     z_coefficient: float = 0.0
     bias_rate: float = 0.0
-    capacity_factor: float | None = None
-    drop: Literal["late", "unlikely"] = "late"
     expert_groups: int = 1
     groups_per_token: int = 1
     sequence_balance_coefficient: float = 0.0
@@ -236,7 +230,7 @@ class GPTConfig:
         problems = bound_problems(self, 1, *sizes, whole=True)
         counts = ("num_experts", "shared_hidden_dim", "num_dense_layers", "gate_up_block")
         problems += bound_problems(self, 0, *counts, whole=True)
-        factors = ("rope_theta", "norm_eps", "expert_scale", "capacity_factor")
+        factors = ("rope_theta", "norm_eps", "expert_scale")
         problems += bound_problems(self, 0, *factors, above=True)
         terms = ("balance_coefficient", "sequence_balance_coefficient", "z_coefficient")
         problems += bound_problems(self, 0, *terms, "head_z_coefficient", "bias_rate")

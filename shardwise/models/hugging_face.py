@@ -87,7 +87,7 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 # Options that each model type with experts supports with one value only.
-_SWIGLU = {"capacity_factor": None, "expert_activation": "swiglu", "expert_biases": False}
+_SWIGLU = {"expert_activation": "swiglu", "expert_biases": False}
 _SOFTMAX = {"shared_hidden_dim": 0, "expert_score": "softmax", "bias_rate": 0.0}
 _SOFTMAX |= {"expert_groups": 1, "expert_scale": 1.0}
 _ONLY: dict[str, dict[str, Any]] = {

@@ -15,16 +15,11 @@ all-to-alls of exact size.
                                                   then sorted by expert: | e0: 0, 1 | e1: 0, 1 |
 
 An exchange is two autograd nodes: the first starts the exchange, the second waits for it. Work
-between the two (a shared expert) overlaps with the messages, in forward and in backward. In a graph
-of torch.compile the nodes are operators (``spread.py``).
+between the two (a shared expert) overlaps with the messages, in forward and in backward. All this
+runs between the graphs of torch.compile.
 
-The host must know the sizes. Without a capacity the host waits for the device to count the rows,
-once in each forward of a layer. With a capacity the host does not wait: ranks send each other the
-largest number of rows that the experts can take, with padding, after the hosts have compared their
-numbers of tokens. Where padding would more than double the rows (a capacity factor over 2), sizes
-are exact.
-
-    rank 0   sorted | to 0: e0 e1 .. | to 1: e2 e3 . |       ..  padding rows, of weight zero
+The host must know the sizes: it waits for the device to count the rows, once in each forward of a
+layer.
 
 The rows of an expert are in the order of ranks and tokens, as on one rank with the whole batch.
 """
@@ -32,22 +27,19 @@ The rows of an expert are in the order of ranks and tokens, as on one rank with 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.core import comm
-from shardwise.core.agreement import differ
-from shardwise.core.streams import Lanes
+from shardwise.core.streams import lanes_apart
 from shardwise.core.uncompiled import operator
 from shardwise.kernels import has_triton
-from shardwise.moe.router import Routes
+from shardwise.moe.router import Choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,119 +47,42 @@ class DispatchPlan:
     """The order of rows by expert, and the number of rows that ranks send each other."""
 
     order: Tensor  # [rows]: index into tokens x choices, sorted by expert
-    # [tokens x choices]: the row of each choice; the number of rows if the choice was dropped. With
-    # padding there is one more token.
-    places: Tensor
+    places: Tensor  # [tokens x choices]: the row of each choice
     num_choices: int
     ends: Tensor  # [local experts] int32: the end of each expert's rows
-    sizes: list[int] | None = None  # rows sent to each rank
-    out_sizes: list[int] | None = None  # rows received from each rank
+    axis: comm.Axis | None = None  # the ranks that share the experts; None: this rank has all
+    sizes: list[int] = field(default_factory=list)  # rows sent to each rank
+    out_sizes: list[int] = field(default_factory=list)  # rows received from each rank
     by_expert: Tensor | None = None  # [received]: the received rows sorted by expert
-    padded: bool = False  # whether there are padding rows
 
 
-def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan:
-    """Sort choices by expert, dropped ones last; over an axis, exchange the numbers of rows."""
-    if axis is not None and axis.size > 1:
-        received, numbers = exchange_counts(routes.experts, routes.counts, routes.capacity, axis)
-        return plan_exchange(routes.experts, routes.kept, routes.counts, received, numbers)
-    num_experts, num_slots = len(routes.counts), routes.experts.numel()
-    order = _by_expert(routes.experts, routes.kept, num_experts)
-    ends = routes.counts.cumsum(0).int()
-    if routes.capacity is not None:
-        # The largest number of rows that experts can take, so that the host need not wait for
-        # counts. Dropped choices fill the rows up to this bound. They go to the last expert, with
-        # weight zero.
-        bound = min(num_slots, num_experts * routes.capacity)
-        order = order[:bound]
-        ends[-1:].fill_(bound)  # an assignment would copy from the host, and wait
+def plan_dispatch(routes: Choices, axis: comm.Axis | None = None) -> DispatchPlan:
+    """Sort choices by expert; over an axis, exchange the numbers of rows."""
+    counts, num_slots = routes.counts, routes.experts.numel()
+    slots = routes.experts.flatten()
+    if len(counts) < 1 << 15:  # a GPU sorts by digits of 8 bits: fewer bits are faster
+        slots = slots.to(torch.uint8 if len(counts) <= 1 << 8 else torch.int16)
+    order = slots.sort(stable=True).indices
     places, choices = _places(order, num_slots), routes.experts.shape[-1]
-    return DispatchPlan(order=order, places=places, num_choices=choices, ends=ends)
-
-
-def _by_expert(chosen: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
-    slots = chosen.flatten()
-    if kept is not None:
-        slots = slots.masked_fill(~kept.flatten(), num_experts)
-    if num_experts < 1 << 15:  # a GPU sorts by digits of 8 bits: fewer bits are faster
-        slots = slots.to(torch.uint8 if num_experts < 1 << 8 else torch.int16)
-    return slots.sort(stable=True).indices
-
-
-def exchange_counts(
-    chosen: Tensor, counts: Tensor, capacity: int | None, axis: comm.Axis
-) -> tuple[Tensor, list[int]]:
-    """The number of rows for each of this rank's experts, by source [ranks x local experts]. And a
-    list: the rows sent to each rank, the rows received from each rank, and 1 with padding, else
-    0."""
-    local = len(counts) // axis.size
+    if axis is None or axis.size == 1:
+        ends = counts.cumsum(0).int()
+        return DispatchPlan(order=order, places=places, num_choices=choices, ends=ends)
+    each = [len(counts) // axis.size] * axis.size
     received = torch.empty_like(counts)
-    each = [local] * axis.size
     comm.all_to_all(received, counts, each, each, axis).wait()
-    if (block := _block(chosen, capacity, axis, local)) is not None:
-        return received, [block] * 2 * axis.size + [1]
-    both = torch.stack([counts, received]).view(2 * axis.size, local)
-    return received, [*both.sum(1).tolist(), 0]  # the host waits here
-
-
-def plan_exchange(
-    chosen: Tensor, kept: Tensor | None, counts: Tensor, received: Tensor, numbers: list[int]
-) -> DispatchPlan:
-    """The plan for the numbers of rows of :func:`exchange_counts`."""
-    num_ranks, choices = len(numbers) // 2, chosen.shape[-1]
-    order = _by_expert(chosen, kept, len(counts))
-    coming = received.view(num_ranks, -1)  # [source, expert]
-    if numbers[-1]:
-        going = counts.view(num_ranks, -1).sum(1)
-        return _padded(order, choices, going, coming, numbers[0])
-    sizes, out_sizes = numbers[:num_ranks], numbers[num_ranks:-1]
-    expert = torch.arange(coming.shape[1], device=received.device).repeat(num_ranks)
+    going, coming = (numbers.view(axis.size, -1) for numbers in (counts, received))
+    sizes, out_sizes = torch.stack([going.sum(1), coming.sum(1)]).tolist()  # the host waits here
+    expert = torch.arange(each[0], device=received.device).repeat(axis.size)
     arriving = torch.repeat_interleave(expert, received, output_size=sum(out_sizes))
-    order = order[: sum(sizes)]
     return DispatchPlan(
         order=order,
-        places=_places(order, chosen.numel()),
+        places=places,
         num_choices=choices,
         ends=coming.sum(0).cumsum(0).int(),
+        axis=axis,
         sizes=sizes,
         out_sizes=out_sizes,
         by_expert=arriving.sort(stable=True).indices,
-    )
-
-
-PADDED = 2  # at most so many times the rows of all choices are sent to avoid a wait of the host
-
-
-def _block(chosen: Tensor, capacity: int | None, axis: comm.Axis, local: int) -> int | None:
-    """The number of rows that every rank sends to every rank with padding. None: the host should
-    wait for exact numbers, or ranks have different numbers of tokens (collective, among hosts)."""
-    if capacity is None or differ(len(chosen), axis):
-        return None
-    block = min(chosen.numel(), local * capacity)
-    return block if block * axis.size <= PADDED * chosen.numel() else None
-
-
-def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: int) -> DispatchPlan:
-    """Every rank sends ``block`` rows to every rank. Rows of one additional token are the padding.
-    On arrival padding goes to the last expert, behind its rows."""
-    num_ranks = len(coming)
-    slots, place = len(order), torch.arange(block, device=order.device)
-    behind = (going.cumsum(0) - going).unsqueeze(1) + place  # [rank, block]: index into order
-    sent = order[behind.clamp_max(slots - 1)].masked_fill(place >= going.unsqueeze(1), slots)
-    ends = coming.cumsum(1).contiguous()
-    expert = torch.searchsorted(ends, place.expand(num_ranks, block).contiguous(), right=True)
-    last = coming.sum(0).cumsum(0).int()
-    last[-1:].fill_(num_ranks * block)  # an assignment would copy from the host, and wait
-    sent = sent.flatten()
-    return DispatchPlan(
-        padded=True,
-        order=sent,
-        places=_places(sent, slots + choices),
-        num_choices=choices,
-        ends=last,
-        sizes=[block] * num_ranks,
-        out_sizes=[block] * num_ranks,
-        by_expert=expert.flatten().sort(stable=True).indices,
     )
 
 
@@ -206,72 +121,40 @@ def check_share(num_experts: int, size: int, rank: int = 0) -> int:
 Arrival = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor]]
 
 
-class Dispatcher:
-    """Moves rows between tokens and experts, over ``axis`` where experts are spread. Graphs of
-    torch.compile refer to a dispatcher by its name."""
+def send(tokens: Tensor, weights: Tensor, plan: DispatchPlan) -> Arrival:
+    """Start to send tokens [tokens, hidden] and the router weights of their choices to the
+    experts."""
+    rows = _Spread.apply(tokens, plan.order, plan.places, plan.num_choices)
+    weights = _Pick.apply(weights.flatten(), plan.order)
+    if plan.axis is None:
+        return lambda _: (rows, weights)
+    first, second = (RowExchange(plan.axis, plan.sizes, plan.out_sizes) for _ in range(2))
+    sent = _StartExchange.apply(rows, first), _StartExchange.apply(weights, second)
 
-    def __init__(self, axis: comm.Axis | None = None, name: str = "") -> None:
-        self.axis, self.name = axis, name
-        self._lanes: Lanes | None = None
+    def wait(meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor]:
+        rows = _WaitForExchange.apply(sent[0], first, meanwhile)
+        weights = _WaitForExchange.apply(sent[1], second, None)
+        return _Pick.apply(rows, plan.by_expert), _Pick.apply(weights, plan.by_expert)
 
-    @staticmethod
-    def over(axis: comm.Axis | None) -> Dispatcher:
-        """The dispatcher of an axis, shared by all layers. Its name is the same in every run, so
-        that cached graphs on disk can be reused."""
-        name = "" if axis is None else f"{axis.name} {getattr(axis.group, 'group_name', '')}"
-        dispatcher = dispatchers.get(name)
-        if dispatcher is None or dispatcher.axis is not axis:  # an older group had this name
-            dispatcher = dispatchers[name] = Dispatcher(axis, name)
-        return dispatcher
-
-    def send(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan) -> Arrival:
-        """Start to send tokens [tokens, hidden] and the router weights of their choices to the
-        experts."""
-        rows = _Spread.apply(tokens, plan.order, plan.places, plan.num_choices, plan.padded)
-        weights = weights.flatten()
-        if plan.padded:  # padding has weight zero
-            weights = F.pad(weights, (0, plan.num_choices))
-        weights = _Pick.apply(weights, plan.order)
-        if plan.sizes is None or plan.out_sizes is None:
-            return lambda _: (rows, weights)
-        first, second = (self.exchange(plan.sizes, plan.out_sizes) for _ in range(2))
-        sent = _StartExchange.apply(rows, first), _StartExchange.apply(weights, second)
-
-        def wait(meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor]:
-            rows = _WaitForExchange.apply(sent[0], first, meanwhile)
-            weights = _WaitForExchange.apply(sent[1], second, None)
-            return _Pick.apply(rows, plan.by_expert), _Pick.apply(weights, plan.by_expert)
-
-        return wait
-
-    def collect(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Send the rows of the experts back and sum them per token: [tokens, hidden], with one more
-        row for padding if the plan is padded."""
-        if plan.sizes is not None and plan.out_sizes is not None:
-            assert plan.by_expert is not None
-            rows = _Pick.apply(rows, _places(plan.by_expert, len(rows)))
-            exchange = self.exchange(plan.out_sizes, plan.sizes)
-            rows = _WaitForExchange.apply(_StartExchange.apply(rows, exchange), exchange, None)
-        summed: Tensor = _Sum.apply(rows, plan.order, plan.places, plan.num_choices, plan.padded)
-        return summed
-
-    def exchange(self, sizes: list[int], out_sizes: list[int]) -> RowExchange:
-        assert self.axis is not None
-        if self._lanes is None and torch.cuda.is_available():
-            self._lanes = Lanes(torch.device("cuda", torch.cuda.current_device()))
-        return RowExchange(self.axis, self._lanes, sizes, out_sizes)
+    return wait
 
 
-dispatchers: weakref.WeakValueDictionary[str, Dispatcher] = weakref.WeakValueDictionary()
+def collect(rows: Tensor, plan: DispatchPlan) -> Tensor:
+    """Send the rows of the experts back and sum them per token: [tokens, hidden]."""
+    if plan.axis is not None:
+        assert plan.by_expert is not None
+        rows = _Pick.apply(rows, _places(plan.by_expert, len(rows)))
+        exchange = RowExchange(plan.axis, plan.out_sizes, plan.sizes)
+        rows = _WaitForExchange.apply(_StartExchange.apply(rows, exchange), exchange, None)
+    summed: Tensor = _Sum.apply(rows, plan.order, plan.places, plan.num_choices)
+    return summed
 
 
 class RowExchange:
     """One all-to-all of rows, and the reverse all-to-all of their gradients."""
 
-    def __init__(
-        self, axis: comm.Axis, lanes: Lanes | None, sizes: list[int], out_sizes: list[int]
-    ) -> None:
-        self.axis, self.lanes, self.sizes, self.out_sizes = axis, lanes, sizes, out_sizes
+    def __init__(self, axis: comm.Axis, sizes: list[int], out_sizes: list[int]) -> None:
+        self.axis, self.sizes, self.out_sizes = axis, sizes, out_sizes
         self._pending: tuple[comm.Pending, Any, Tensor, Tensor] | None = None
 
     def start(self, source: Tensor, sizes: list[int], out_sizes: list[int]) -> Tensor:
@@ -280,16 +163,13 @@ class RowExchange:
         out = source.new_empty(sum(out_sizes), *source.shape[1:])
         elements = [size * width for size in sizes]
         out_elements = [size * width for size in out_sizes]
-        lanes = self.lanes if source.device.type == "cuda" else None
-        arguments = (out.view(-1), source.view(-1), out_elements, elements, self.axis)
-        if lanes is None:
-            pending, mark = comm.all_to_all(*arguments), None
-        else:  # on the outer lane; the compute lane owns the memory, and waits before freeing it
-            lanes.join("outer", "compute")
-            with lanes.on("outer"):
-                pending = comm.all_to_all(*arguments)
-            mark = lanes.mark("outer")
-        self._pending = pending, mark, source, out
+        lanes = lanes_apart(source.device)
+        # On the outer lane; the compute lane owns the memory, and waits before freeing it.
+        lanes.join("outer", "compute")
+        with lanes.on("outer"):
+            sent = out.view(-1), source.view(-1)
+            pending = comm.all_to_all(*sent, out_elements, elements, self.axis)
+        self._pending = pending, lanes.mark("outer"), source, out
         return out
 
     def wait(self) -> Tensor:
@@ -297,8 +177,7 @@ class RowExchange:
         assert self._pending is not None, "wait for an exchange once, after its start"
         pending, mark, _, out = self._pending
         pending.wait()
-        if self.lanes is not None:
-            self.lanes.wait("compute", mark)
+        lanes_apart(out.device).wait("compute", mark)
         self._pending = None  # the source is no longer needed
         return out
 
@@ -345,37 +224,35 @@ class _WaitForExchange(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Repeat each token's row for every choice that was kept, sorted by expert."""
+    """Repeat each token's row for every choice, sorted by expert."""
 
     @staticmethod
     def forward(  # no *args: without gradients Dynamo counts the parameters, and drops ctx
-        ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool
+        ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, choices: int
     ) -> Tensor:
         ctx.save_for_backward(order, places)
-        ctx.how, ctx.num_tokens = (choices, padded), len(tokens)
-        return copies(tokens, order, places, choices, padded)
+        ctx.choices = choices
+        return copies(tokens, order, places, choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         order, places = ctx.saved_tensors
-        return sums(grad, order, places, *ctx.how)[: ctx.num_tokens], None, None, None, None
+        return sums(grad, order, places, ctx.choices), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """Sum the rows of each token, which come sorted by expert: the reverse of :class:`_Spread`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
         ctx.save_for_backward(order, places)
-        ctx.how = choices, padded
-        return sums(rows, order, places, choices, padded)
+        ctx.choices = choices
+        return sums(rows, order, places, choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         order, places = ctx.saved_tensors
-        return copies(grad, order, places, *ctx.how), None, None, None, None
+        return copies(grad, order, places, ctx.choices), None, None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -394,25 +271,24 @@ class _Pick(torch.autograd.Function):
 
 
 @operator(
-    "expert_copies(Tensor tokens, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
+    "expert_copies(Tensor tokens, Tensor order, Tensor places, int choices) -> Tensor",
     lambda tokens, order, *_: tokens.new_empty(len(order), *tokens.shape[1:]),
 )
-def copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
+def copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
     """The row of each token for each of its choices, in ``order``."""
-    if _by_kernel(tokens) and not padded:
+    if _by_kernel(tokens):
         from shardwise.kernels.row_sums import row_copies
 
         repeated: Tensor = row_copies(tokens, places.view(-1, choices), len(order))
         return repeated
-    # Padding rows are copies of the last token.
-    return tokens.index_select(0, (order // choices).clamp_max_(len(tokens) - 1))
+    return tokens.index_select(0, order // choices)
 
 
 @operator(
-    "expert_sums(Tensor rows, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
-    lambda rows, _, places, choices, *__: rows.new_empty(len(places) // choices, *rows.shape[1:]),
+    "expert_sums(Tensor rows, Tensor order, Tensor places, int choices) -> Tensor",
+    lambda rows, _, places, choices: rows.new_empty(len(places) // choices, *rows.shape[1:]),
 )
-def sums(rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
+def sums(rows: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
     """The sum of the rows of each token [tokens, ...], in the order of its choices."""
     if _by_kernel(rows):
         from shardwise.kernels.row_sums import row_sums

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer for each of many experts, applied to rows that are sorted by expert.
+"""The parameters of one of the two linear layers of all experts, and their names in state dicts.
 
-    rows   | expert 0 .... | expert 1 .. | expert 3 ........ |        ends = [14, 26, 26, 44]
-    times     weight[0]ᵀ      weight[1]ᵀ     weight[3]ᵀ
-
-Weights and biases have a layout each:
+A ``GroupedMLP`` reads them; a linear is not called. Weights and biases have a layout each:
 
     grouped    weight [experts, out, in]         bias [experts, out]
     indexed    weight0, weight1, ... [out, in]   bias0, bias1, ... [out]
@@ -13,7 +10,6 @@ A state dict in the other layout is converted on loading (``moe/keys.py``). The 
 first linear holds the order of gate and up in its rows. Another order is converted on loading, and
 a state dict without an order is refused.
 """
-# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -21,41 +17,24 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shardwise.core import comm
 from shardwise.moe import keys
-from shardwise.moe.activation import check_block, convert_gate_up, wide
-from shardwise.moe.coded import CodedRows, Into, parts_of, rows_of
-from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.products import (
-    LoopProducts,
-    PathName,
-    ProductChoice,
-    Rows,
-    apply,
-    check_ends,
-    check_inputs,
-    check_sizes,
-    compute_dtype,
-    expert_of,
-)
+from shardwise.moe.activation import check_block, convert_gate_up
+from shardwise.moe.products import check_sizes
 from shardwise.moe.weights import (
     ExpertShare,
     ExpertTensor,
-    WriteGradient,
     as_neighbours,
     as_one,
     declare_matrices,
-    parameters_of,
-    saved_by,
 )
 
 LayoutName = Literal["grouped", "indexed"]
 
 
 class GroupedLinear(nn.Module):
-    """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
+    """The weights (and biases) of ``y = x·W[e]ᵀ + b[e]`` for each expert ``e``."""
 
     writes_main_grad = True  # gradients are added to ``main_grad`` of parameters that have one
     multiplies_decoded = True  # weights may be stored in fp8: they are decoded, or codes multiply
@@ -69,8 +48,6 @@ class GroupedLinear(nn.Module):
         bias: bool = False,
         weight_layout: LayoutName = "grouped",
         bias_layout: LayoutName | None = None,  # None: the layout of the weight
-        path: PathName | None = None,  # None: the fastest possible path
-        delay_weight_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -106,10 +83,6 @@ class GroupedLinear(nn.Module):
         for name in self.layouts:
             self._register(name, torch.empty(num_experts, *shapes[name], **options))  # type: ignore[arg-type]
         self._declare()
-        self.delay_weight_gradient = delay_weight_gradient
-        self.delayed = DelayedGradients()
-        weight = self.experts("weight").parameters[0]
-        self.choice = ProductChoice(path, in_features, out_features, weight)
         self.reset_parameters()
 
     def _register(self, name: str, values: Tensor) -> None:
@@ -206,8 +179,7 @@ class GroupedLinear(nn.Module):
         return ExpertTensor(parameters=members, grouped=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self.choice.reset()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if any(parameter is None for parameter in self._parameters.values()):
             return self  # a unit moves the parameters, and they stay the same objects
         self._declare()  # on parameters that torch has replaced
@@ -216,29 +188,12 @@ class GroupedLinear(nn.Module):
                 as_neighbours(self.experts(name).parameters)  # type: ignore[arg-type]
         return self
 
-    # ------------------------------------------------------------------ forward and backward
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [rows, in] sorted by expert, ends [experts] int32 -> [rows, out]."""
-        bundles = [self.experts(name) for name in self.layouts]
-        check_inputs(x, ends, bundles, self.num_experts, self.in_features)
-        if not torch.compiler.is_compiling():
-            check_ends(ends, len(x))
-        delayed = self.delayed if self.delay_weight_gradient else None
-        inputs = parameters_of(bundles) if delayed is None else [delayed.anchor(x, self)]
-        products = self.choice.products(x)
-        return apply(_Linear, x, ends.contiguous(), bundles, products, delayed, *inputs)  # type: ignore[no-any-return]
-
-    def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of the backwards so far."""
-        self.delayed.compute()
-
     def extra_repr(self) -> str:
         layouts = ", ".join(f"{name} {layout}" for name, layout in self.layouts.items())
         return f"{self.num_experts} x {self.in_features} -> {self.out_features}, {layouts}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._declare()  # a copied parameter has lost its declaration
 
     # ------------------------------------------------------------------ state dicts
@@ -357,75 +312,3 @@ class GateUpLinear(GroupedLinear):
                 state_dict[key] = convert_gate_up(value, stored, self.gate_up_block, dim)
             state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
         super()._load_normal(state_dict, prefix, *rest)
-
-
-class _Linear(torch.autograd.Function):
-    """One grouped product. Of its tensors, only the input is saved."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        ends: Tensor,
-        bundles: list[ExpertTensor],
-        products: LoopProducts,
-        delayed: DelayedGradients | None,
-        *inputs: Tensor,
-    ) -> Tensor:
-        dtype = compute_dtype(x)
-        rows = x.to(dtype).contiguous()
-        weight = bundles[0].value(dtype)
-        coded: Rows = CodedRows.of(rows) if bundles[0].is_coded else rows
-        y = products.linear(coded, weight, ends)
-        if len(bundles) > 1:
-            y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
-        kept = parts_of(coded)
-        # The parameters are saved only to detect in-place changes.
-        ctx.save_for_backward(*kept, ends, *parameters_of(bundles))
-        ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
-        return y
-
-    @staticmethod
-    @once_differentiable  # a second derivative would be silently incomplete
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        kept, scales, ends, *_ = saved_by(ctx)
-        bundles, products = ctx.bundles, ctx.products
-        dy = dy.contiguous()
-        coded = CodedRows.of(dy) if bundles[0].is_coded else dy
-        dx = None
-        if ctx.needs_input_grad[0]:
-            value = bundles[0].value(dy.dtype, "backward")
-            dx = products.input_gradient(coded, value, ends).to(ctx.x_dtype)
-        rows = rows_of(kept, scales)
-        pending = [(bundles[0], weight_writer(products, coded, rows, ends, bundles[0].dtype))]
-        if len(bundles) > 1:
-            pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
-        if ctx.delayed is not None:
-            ctx.delayed.delay(pending)
-            return dx, None, None, None, None, None
-        gradients = [gradient for bundle, write in pending for gradient in bundle.gradients(write)]
-        return dx, None, None, None, None, *gradients
-
-
-# ------------------------------------------------------------------------------ gradients
-
-
-def weight_writer(
-    products: LoopProducts, dy: Rows, x: Any, ends: Tensor, dtype: torch.dtype
-) -> WriteGradient:
-    def write(out: Tensor | None, add: bool) -> Tensor:
-        into = Into(dtype if out is None else out.dtype, out, add)
-        if isinstance(dy, CodedRows):
-            return dy.weight_gradient(x, ends, into)
-        return products.weight_gradient(dy, x, ends, into)
-
-    return write
-
-
-def bias_writer(
-    products: LoopProducts, dy: Tensor, ends: Tensor, dtype: torch.dtype, p: Tensor | None = None
-) -> WriteGradient:
-    def write(out: Tensor | None, add: bool) -> Tensor:
-        return Into(dtype, out, add).take(products.bias_gradient(dy, ends, p))
-
-    return write

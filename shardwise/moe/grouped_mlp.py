@@ -1,39 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The feed-forwards of all experts at once: two grouped products around an activation (``mlp.py``).
 
-On every path the module is one autograd node. Its inputs are the Parameter objects that the two
-linears have when forward runs. In a graph of torch.compile the module is one operator.
+The module is one autograd node. Its inputs are the Parameter objects that the two linears have when
+forward runs; the linears are not called. In a graph of torch.compile the module is one operator.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core import comm
+from shardwise.core.uncompiled import uncompiled
 from shardwise.moe.activation import Activation, Form
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear, LayoutName
-from shardwise.moe.mlp import MLP, Work, described, graph_mlp
+from shardwise.moe.mlp import MLP, Work, graph_mlp
 from shardwise.moe.products import (
-    PathName,
-    ProductChoice,
-    apply,
+    LoopProducts,
     check_ends,
     check_inputs,
     check_sizes,
     compute_dtype,
+    products_for,
 )
 from shardwise.moe.weights import ExpertTensor, parameters_of
-from shardwise.notices import warn_once
-
-logger = logging.getLogger(__name__)
-
-# Arguments of the operator in a graph: the parameters and settings.
-Inside = tuple[list[Tensor], str]
 
 
 class FullPrecision:
@@ -49,12 +42,11 @@ class FullPrecision:
 class GroupedMLP(nn.Module):
     """``num_experts`` feed-forwards of ``hidden -> width -> hidden`` on rows sorted by expert.
 
-    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None chooses the first path
-    that is possible, and :attr:`path` then names it. A path that is impossible raises ValueError
-    with every reason.
     ``gate_up_block``: 0: gate and up are stacked in the first weight; else the size of the blocks
-    in which they alternate.
+    in which they alternate. ``products``: how products are computed, if not in the fastest way.
     """
+
+    products: LoopProducts | None = None
 
     def __init__(
         self,
@@ -67,7 +59,6 @@ class GroupedMLP(nn.Module):
         bias: bool = False,
         weight_layout: LayoutName = "grouped",
         bias_layout: LayoutName | None = None,
-        path: PathName | None = None,
         delay_weight_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -99,17 +90,6 @@ class GroupedMLP(nn.Module):
         self.fc2 = GroupedLinear(num_experts, width, hidden, **options)
         self.delay_weight_gradient = delay_weight_gradient
         self.delayed = DelayedGradients()
-        weight = self.fc1.experts("weight").parameters[0]
-        self.choice = ProductChoice(path, hidden, width, weight)
-
-    @property
-    def path(self) -> PathName | None:
-        """The path that computes the products; before the first forward, the ``path`` argument."""
-        return self.choice.path
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.choice.reset()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(
         self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision, *, delay: bool | None = None
@@ -124,9 +104,8 @@ class GroupedMLP(nn.Module):
             raise ValueError(
                 f"router weights p={p!r}: give a tensor [{len(x)}] of torch.float32, one per row"
             )
-        self._run_inner_hooks()
-        bundles = self._bundles()
-        check_inputs(x, ends, bundles, self.num_experts, self.hidden)
+        bundles, form = self._bundles(), Form(self.activation, self.gate_up_block)
+        check_inputs(x, ends, self.num_experts, self.hidden)
         sums = torch.promote_types(x.dtype, torch.float32)
         if p.shape != (len(x),) or p.dtype not in (torch.float32, sums):
             raise ValueError(
@@ -136,27 +115,28 @@ class GroupedMLP(nn.Module):
         delays = self.delay_weight_gradient if delay is None else delay
         p, ends = p.contiguous(), ends.contiguous()
         compiling = torch.compiler.is_compiling()
-        inside = self.in_graph() if compiling and not delays else None
-        if inside is not None:
-            return graph_mlp(x.to(compute_dtype(x)).contiguous(), p, ends, *inside)
+        if compiling and not delays and all(bundle.in_graphs for bundle in bundles):
+            return graph_mlp(x.to(compute_dtype(x)).contiguous(), p, ends, form, bundles)
         if not compiling:
             check_ends(ends, len(x))
-        inputs = [self.delayed.anchor(x, self)] if delays else parameters_of(bundles)
-        delay_to = self.delayed.delay if delays else None
-        work = Work(bundles, self.choice.products(x), self._form, delay_to)
-        return apply(MLP, x, p, ends, work, *inputs)  # type: ignore[no-any-return]
+        return self._compute(x, p, ends, bundles, form, delays)
 
-    @property
-    def _form(self) -> Form:
-        return Form(self.activation, self.gate_up_block)
-
-    def in_graph(self) -> Inside | None:
-        """The operator's arguments in a graph; None where the parameters cannot be in a graph."""
-        bundles = self._bundles()
-        if not all(bundle.in_graphs for bundle in bundles):
-            return None
-        settings = described(self.choice.asked, self._form, bundles)
-        return parameters_of(bundles), settings
+    @uncompiled
+    def _compute(
+        self,
+        x: Tensor,
+        p: Tensor,
+        ends: Tensor,
+        bundles: list[ExpertTensor],
+        form: Form,
+        delays: bool,
+    ) -> Tensor:
+        """The output of the autograd node, which runs between the graphs of torch.compile."""
+        parameters = parameters_of(bundles)
+        inputs = [self.delayed.anchor(x, parameters)] if delays else parameters
+        products = self.products or products_for(x, self.hidden, self.width)
+        work = Work(bundles, products, form, self.delayed.delay if delays else None)
+        return MLP.apply(x, p, ends, work, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def ep(self) -> int:
@@ -174,29 +154,6 @@ class GroupedMLP(nn.Module):
         """W1, W2, and with biases also b1, b2."""
         names = ["weight", "bias"] if self.fc1.has_bias else ["weight"]
         return [linear.experts(name) for name in names for linear in (self.fc1, self.fc2)]
-
-    def _run_inner_hooks(self) -> None:
-        """Call the forward pre-hooks of the two linears, because this module reads their parameters
-        without calling the linears. Warn about other hooks, which are not called."""
-        for linear in (self.fc1, self.fc2):
-            for number, hook in list(linear._forward_pre_hooks.items()):
-                keywords = number in linear._forward_pre_hooks_with_kwargs
-                result = hook(linear, (None,), {}) if keywords else hook(linear, (None,))  # type: ignore[call-arg]
-                if result is not None:
-                    raise RuntimeError(
-                        f"a forward pre-hook on an inner linear of GroupedMLP returned "
-                        f"{type(result).__name__}: the inputs of the linear exist only inside the "
-                        f"grouped MLP and cannot be replaced. Register the hook on the GroupedMLP "
-                        f"(with fully_shard, wrap the GroupedMLP and not its linears)"
-                    )
-            others = linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks
-            if others and not torch.compiler.is_compiling():
-                warn_once(
-                    logger,
-                    "forward hooks and backward hooks on an inner linear of GroupedMLP are not "
-                    "called: the tensors that they would see exist only inside the grouped MLP. "
-                    "Register them on the GroupedMLP",
-                )
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the backwards so far: those of the second linear,

@@ -13,27 +13,17 @@ that hold the same experts, and divide them once by the number of *all* ranks th
 
 from __future__ import annotations
 
-import logging
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.core import comm
-from shardwise.core.agreement import differ
 from shardwise.core.compat import disable_dynamo
 from shardwise.moe.activation import Activation
-from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
-from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP, Inside
-from shardwise.moe.products import compute_dtype
-from shardwise.moe.router import Router, Routes, Routing
-from shardwise.moe.spread import spread_experts
-from shardwise.notices import warn_once
-
-logger = logging.getLogger(__name__)
+from shardwise.moe.dispatch import check_share, collect, plan_dispatch, send
+from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
+from shardwise.moe.router import Choices, Router, Routes, Routing
 
 
 class MixtureOfExperts(nn.Module):
@@ -67,8 +57,6 @@ class MixtureOfExperts(nn.Module):
         self.experts = GroupedMLP(
             local, hidden, width, activation=activation, device=device, dtype=dtype, **experts
         )
-        self._dispatcher = Dispatcher.over(self.axis)
-        self._compared: comm.Axis | None = None  # the axis whose ranks compared their experts
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
             linear.total_experts, linear.axis = routing.num_experts, self.axis
@@ -84,7 +72,6 @@ class MixtureOfExperts(nn.Module):
         if axis is not None and axis.size > 1:
             self.keep_share(axis.size, axis.rank, axis)
             self.axis = axis
-            self._dispatcher = Dispatcher.over(axis)
         tokens = tokens or axis
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
@@ -115,24 +102,10 @@ class MixtureOfExperts(nn.Module):
             linear.draw(scale * linear.in_features**-0.5, own_seed)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
-        if self.axis is None or not torch.compiler.is_compiling():
-            if self.axis is not None and self.axis is not self._compared:
-                self._compared = self.axis
-                _warn_of_copies(self.experts.fc1, self.axis)
-            return self._compute(hidden)
-        casts = compute_dtype(hidden) != hidden.dtype  # autocast casts rows after their arrival
-        inside = self.experts.in_graph() if self.in_graphs and not casts else None
-        compute = _between_graphs if inside is None else MixtureOfExperts._compute
-        return compute(self, hidden, inside)
+        spread = self.axis is not None and torch.compiler.is_compiling()
+        return (_between_graphs if spread else MixtureOfExperts._compute)(self, hidden)
 
-    @property
-    def in_graphs(self) -> bool:
-        """Whether spread experts are operators of a compiled graph. They are not if they are a
-        separate unit, because its hooks gather weights."""
-        modules = (self.experts, self.experts.fc1, self.experts.fc2)
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-
-    def _compute(self, hidden: Tensor, inside: Inside | None = None) -> tuple[Tensor, Routes]:
+    def _compute(self, hidden: Tensor) -> tuple[Tensor, Routes]:
         width = self.router.weight.shape[-1]
         if hidden.dim() < 2 or hidden.shape[-1] != width:
             raise ValueError(
@@ -140,14 +113,9 @@ class MixtureOfExperts(nn.Module):
             )
         tokens = hidden.flatten(0, -2)  # [tokens, hidden]
         length = hidden.shape[-2] if hidden.dim() > 2 else None
-        routes: Routes = self.router(tokens, length)
-        if inside is not None:
-            delay, name = self.experts.delay_weight_gradient, self._dispatcher.name
-            mixed, beside = spread_experts(tokens, routes, name, inside, delay, self.shared)
-            mixed = mixed if beside is None else mixed + beside
-            return mixed.view_as(hidden), routes
-        plan = plan_dispatch(routes, self.axis)
-        arrival = self._dispatcher.send(tokens, routes.weights, plan)
+        choices: Choices = self.router(tokens)
+        plan = plan_dispatch(choices, self.axis)
+        arrival = send(tokens, choices.weights, plan)
         beside = None if self.shared is None else self.shared(tokens)
         delays: bool | None = None
         if self.axis is not None:  # delay only where backward sends gradients of rows
@@ -155,12 +123,10 @@ class MixtureOfExperts(nn.Module):
             delays = self.experts.delay_weight_gradient and sends
         rows, weights = arrival(self.experts.backward_dw if delays else None)
         rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delays)
-        mixed = self._dispatcher.collect(rows, plan)
-        if len(mixed) > len(tokens):  # the last row is padding
-            mixed = mixed[:-1]
+        mixed = collect(rows, plan)
         if beside is not None:
             mixed = mixed + beside
-        return mixed.view_as(hidden), routes
+        return mixed.view_as(hidden), choices.routes(length)
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients that were not computed during an exchange."""
@@ -178,37 +144,6 @@ def _check_axis(what: str, axis: Any) -> None:
         )
 
 
-def _warn_of_copies(linear: GroupedLinear, axis: comm.Axis) -> None:
-    """Warn where ranks of the axis have different experts but hold the same values or share a mesh
-    (collective). shardwise refuses such a mesh; other wrappers overwrite or average the experts."""
-    weight = next(linear.parameters())
-    if hasattr(type(weight), "delay") or axis.pretends:  # wrapped by shardwise, or a plan
-        return
-    if isinstance(weight, DTensor):
-        same = len(set(weight.device_mesh.mesh.flatten().tolist()) & set(axis.peers)) > 1
-    else:
-        same = not differ(_checksum(weight), axis)
-    if same:
-        last = linear.first_expert + linear.num_experts - 1
-        warn_once(
-            logger,
-            "ranks %s share weights, but this rank has experts %d to %d of %d and the other ranks "
-            "have other experts: a wrapper over all these ranks (DistributedDataParallel, torch's "
-            "fully_shard) treated the weights as copies, or the ranks drew them from one seed. Use "
-            "sw.fully_shard(block, mesh=mesh, meshes={'*.experts': grid['dp']}), or wrap experts "
-            "first, over the ranks that have the same experts",
-            list(axis.peers), linear.first_expert, last, linear.total_experts,
-        )  # fmt: skip
-
-
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
     """The mixtures inside a model, in order of registration."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-
-
-def _checksum(weight: Tensor) -> int:
-    """A checksum of some elements, the same on ranks that have the same values."""
-    if not weight.numel() or weight.is_meta or not weight.is_contiguous():
-        return 0
-    some = weight.detach().view(-1)[:: weight.numel() // 64 + 1]
-    return zlib.crc32(some.cpu().clone().view(torch.uint8).numpy().tobytes())

@@ -9,11 +9,14 @@
 
 Rows are sorted by expert; ``ends`` [experts] int32 holds the end of each expert's rows. All paths
 round at the same places: see ``moe/activation.py``. All checks of inputs run before any kernel.
+Weights in fp8 are decoded first.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,27 +27,39 @@ from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Form, wide
-from shardwise.moe.coded import ExpertCodes, Into, aligned
-from shardwise.moe.weights import ExpertTensor, parameters_of
 
-PathName = Literal["loop", "grouped_mm", "fused"]
-Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
-Rows = Any  # a Tensor, or CodedRows where the weight is ExpertCodes
+
+@dataclass(frozen=True)
+class Into:
+    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, which is overwritten or
+    (``add``) added to."""
+
+    dtype: torch.dtype
+    out: Tensor | None = None
+    add: bool = False
+
+    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
+        if self.out is not None:
+            return self.out
+        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Write or add a finished value."""
+        if self.out is None:
+            return value.to(self.dtype)
+        return self.out.add_(value) if self.add else self.out.copy_(value)
 
 
 class LoopProducts:
     """One expert after another."""
 
-    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` [rows, out], rounded once; weight [experts, out, in]."""
-        if isinstance(weight, ExpertCodes):
-            return weight.product(x, ends)
         return self.product(x, weight.transpose(-2, -1), ends)
 
-    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """``dy·W`` [rows, in]."""
-        if isinstance(weight, ExpertCodes):
-            return weight.product(dy, ends)
         return self.product(dy, weight, ends)
 
     def product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -63,7 +78,7 @@ class LoopProducts:
         return out
 
     def activated(
-        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
         z = self.linear(x, weight, ends)
@@ -107,7 +122,7 @@ class FusedProducts(GroupedProducts):
         self.fc1_tile, self.weight_tile = fc1_tile, weight_tile
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
-        if not aligned(into.out) or (into.add and into.dtype != torch.float32):
+        if not _aligned(into.out) or (into.add and into.dtype != torch.float32):
             return super().weight_gradient(dy, x, ends, into)
         from shardwise.kernels import grouped_weight
 
@@ -116,14 +131,13 @@ class FusedProducts(GroupedProducts):
         return out
 
     def activated(
-        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         if bias is not None:
             bias = bias.contiguous()  # biases in a packed buffer may have gaps between them
         if (tile := _fc1_tile(weight, form, self.fc1_tile)) is not None:
             from shardwise.kernels import grouped_fc1
 
-            assert isinstance(weight, Tensor)
             return grouped_fc1.fc1(x, weight, bias, p, ends, tile=tile, **form.numbers)
         from shardwise.kernels import grouped_activation
 
@@ -144,11 +158,18 @@ class FusedProducts(GroupedProducts):
         return grouped_weight.bias_gradient(dy, ends, p)
 
 
-def _fc1_tile(weight: Weight, form: Form, tile: GroupedTile | None) -> GroupedTile | None:
-    plain = isinstance(weight, Tensor) and weight.is_contiguous() and aligned(weight)
+def _fc1_tile(weight: Tensor, form: Form, tile: GroupedTile | None) -> GroupedTile | None:
+    plain = weight.is_contiguous() and _aligned(weight)
     width = weight.shape[1] // form.activation.inputs_per_output
     gated = form.activation.gated
     return grouped.fc1_tile(width, form.block, gated, tile) if plain and tile else None
+
+
+def _aligned(value: Tensor | None) -> bool:
+    """Whether the copy engine can address ``value``: experts begin at multiples of 16 bytes."""
+    if value is None:
+        return True
+    return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
 
 
 def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
@@ -164,39 +185,24 @@ def expert_of(ends: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
 
 
-# ------------------------------------------------------------------------------ choice of a path
+LOOP, GROUPED = LoopProducts(), GroupedProducts()
 
 
-def path_problems(
-    path: PathName,
-    *,
-    hidden: int,
-    width: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[str]:
-    """The reasons why ``path`` is impossible; an empty list if it is possible."""
-    if path == "loop":
-        return []
-    compute = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
-    size = torch.empty((), dtype=compute, device="meta").element_size()
-    problems = grouped.size_problems(hidden, width, size)
-    if path == "grouped_mm" and compute not in (torch.bfloat16, torch.float16, torch.float32):
-        problems.append(f"torch's grouped product does not take {dtype}")
-    if path == "fused":
-        problems += grouped.device_problems(device, dtype)
-    return problems
+def products_for(x: Tensor, hidden: int, width: int) -> LoopProducts:
+    """The fastest products that these rows allow. (Autocast may change their dtype.)"""
+    return LOOP if x.is_meta else _products(x.device, compute_dtype(x), hidden, width)
 
 
-def make_products(path: PathName) -> LoopProducts:
-    kinds: dict[str, type[LoopProducts]] = {
-        "loop": LoopProducts,
-        "grouped_mm": GroupedProducts,
-        "fused": FusedProducts,
-    }
-    if path == "fused" and grouped.interpreted():
-        return FusedProducts(grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE)
-    return kinds[path]()
+@cache
+def _products(device: torch.device, dtype: torch.dtype, hidden: int, width: int) -> LoopProducts:
+    # torch's grouped product takes these dtypes, and rows of a multiple of 16 bytes.
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if not known or hidden * dtype.itemsize % 16 or width * dtype.itemsize % 16:
+        return LOOP
+    if not grouped.kernels_run(device, dtype):
+        return GROUPED
+    small = grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE
+    return FusedProducts(*small) if interpreted() else FusedProducts()
 
 
 # ------------------------------------------------------------------------------ inputs
@@ -210,24 +216,16 @@ def check_sizes(owner: str, **sizes: int) -> None:
         raise ValueError(f"{owner}({', '.join(wrong)}): give a whole number, 1 or more")
 
 
-def check_inputs(
-    x: Tensor, ends: Tensor, bundles: list[ExpertTensor], num_experts: int, in_features: int
-) -> None:
-    """Raise for rows, ends or parameters that a forward cannot use; see also :func:`check_ends`."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"rows are a {type(x).__name__}: give a tensor [rows, {in_features}]")
-    if x.dim() != 2 or x.shape[1] != in_features:
+def check_inputs(x: Tensor, ends: Tensor, num_experts: int, in_features: int) -> None:
+    """Raise for rows or ends that a forward cannot use; see also :func:`check_ends`."""
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != in_features:
+        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"rows {given}: give a tensor [rows, {in_features}], sorted by expert")
+    if not isinstance(ends, Tensor) or (ends.shape, ends.dtype) != ((num_experts,), torch.int32):
         raise ValueError(
-            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
+            f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32, the end of each "
+            f"expert's rows"
         )
-    if not isinstance(ends, Tensor):
-        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
-    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
-        raise ValueError(
-            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
-            f"[{num_experts}] of torch.int32: the end of each expert's rows"
-        )
-    _check_parameters(x, bundles, num_experts)
 
 
 def check_ends(ends: Tensor, num_rows: int) -> None:
@@ -241,32 +239,6 @@ def check_ends(ends: Tensor, num_rows: int) -> None:
             )
     elif not ends.is_meta:
         torch._assert_async(ends[-1] == num_rows)
-
-
-def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) -> None:
-    """Raise for parameters that kernels cannot address: they step from expert to expert."""
-    for bundle in bundles:
-        shapes = {tuple(parameter.shape) for parameter in bundle.parameters}
-        if len(shapes) > 1 or (bundle.grouped and bundle.parameters[0].shape[0] != num_experts):
-            given = " and ".join(map(str, sorted(map(list, shapes))))
-            needed = f"[{num_experts}, ...]" if bundle.grouped else "the same shape for all"
-            raise ValueError(
-                f"parameters of shape {given} for {num_experts} experts: {needed} is needed"
-            )
-        for parameter in bundle.parameters:
-            if not parameter.is_contiguous():
-                raise ValueError(
-                    f"an expert parameter of shape {list(parameter.shape)} has strides "
-                    f"{parameter.stride()}: register it as .contiguous()"
-                )
-    if autocasts(x):
-        return
-    others = {parameter.dtype for parameter in parameters_of(bundles)} - {x.dtype}
-    if others:
-        raise ValueError(
-            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast the rows or the "
-            f"parameters, or run under torch.autocast"
-        )
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -284,64 +256,3 @@ def autocasts(x: Tensor) -> bool:
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """The output of an autograd function, run between the graphs of torch.compile."""
     return function.apply(*inputs)  # type: ignore[no-untyped-call]
-
-
-class ProductChoice:
-    """Chooses the path of a grouped module: ``asked``, or the first path that is possible.
-
-    The choice is made in the first forward, because parameters may be swapped, moved or cast until
-    then. A path that is impossible raises ValueError at construction, with every reason.
-    """
-
-    def __init__(self, asked: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
-        self.asked, self._sizes = asked, (hidden, width)
-        self.chosen: tuple[PathName, LoopProducts] | None = None
-        self.chosen_for: torch.dtype | None = None
-        if asked is None:
-            return
-        if asked not in get_args(PathName):
-            choices = ", ".join(get_args(PathName))
-            raise ValueError(f"path={asked!r}: choose from {choices}, or None")
-        problems = path_problems(
-            asked, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
-        )
-        if problems:
-            raise _impossible(asked, problems)
-
-    @property
-    def path(self) -> PathName | None:
-        """The chosen path; before the first forward, ``asked``."""
-        return self.asked if self.chosen is None else self.chosen[0]
-
-    def products(self, x: Tensor) -> LoopProducts:
-        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
-        if self.chosen is None or self.chosen_for not in (None, dtype):
-            path = choose_path(self.asked, *self._sizes, x)
-            self.chosen, self.chosen_for = (path, make_products(path)), dtype
-        return self.chosen[1]
-
-    def reset(self) -> None:
-        """Choose again in the next forward: the device or the dtype may have changed."""
-        self.chosen = None
-
-
-def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
-    """``asked``, or the first path that is possible; raises if ``asked`` is impossible."""
-    if x.is_meta:
-        return "loop"  # only shapes are computed
-    dtype = compute_dtype(x)
-    for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
-        problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)
-        if path == "fused" and x.device.type == "cpu" and not problems:
-            problems = [] if interpreted() else ["rows are on the CPU"]
-        if path == "fused" and x.device.type == "cuda" and dtype != torch.bfloat16:
-            problems.append(f"rows are {dtype}: kernels compute in torch.bfloat16")
-        if not problems:
-            return path
-    raise _impossible(asked, problems)
-
-
-def _impossible(path: PathName | None, problems: list[str]) -> ValueError:
-    return ValueError(
-        f"path={path!r} is impossible: {'; '.join(problems)}. Choose another path, or None"
-    )

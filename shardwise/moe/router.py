@@ -5,10 +5,10 @@
     chosen    the k highest of scores + bias (the bias affects the choice, not the weights)
     weights   the scores of the chosen experts, normalised to sum to ``scale``, or only scaled
 
-Three means keep experts evenly busy, and may be combined: a load-balance loss, of the batch or of
-each sequence, whose gradient lowers the scores of busy experts; a bias that is moved after each
-step, without a loss; a capacity, which drops a token's choice if the expert is full. The z-loss
-keeps logits small.
+No choice is dropped. Two means keep experts evenly busy, and may be combined: a load-balance loss,
+of the batch or of each sequence, whose gradient lowers the scores of busy experts, and a bias that
+is moved after each step, without a loss. The z-loss keeps logits small. A training loop adds the
+loss of the routes to its own, and calls ``update_bias`` after each step.
 
 With groups, a token's experts lie in few groups: the groups whose two best experts have the highest
 scores. Experts are spread over ranks in order, so if a group holds the experts of one node, groups
@@ -16,8 +16,8 @@ limit the number of nodes that a token is sent to.
 
 Losses are means over this rank's tokens, but the shares of tokens per expert are counted over
 ``axis``, the ranks that have tokens of one batch. So the mean of the losses of all ranks is the
-loss of the whole batch, and the bias is the same on every rank. The host never waits for the device
-in this file.
+loss of the whole batch, and the bias is the same on every rank. The counts travel while the experts
+compute. The host never waits for the device in this file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.core import comm
 from shardwise.core.compat import inside_backward
 from shardwise.core.mesh import Ranks
+from shardwise.core.streams import lanes_apart
 from shardwise.core.uncompiled import operator
-from shardwise.moe import forgotten
 from shardwise.moe.activation import wide
 from shardwise.words import bound_problems, choice_problems, type_problems
 
@@ -54,8 +54,6 @@ class Routing:
     balance_loss: float = 0.0  # coefficient of the load-balance loss
     z_loss: float = 0.0  # coefficient of the z-loss
     bias_rate: float = 0.0  # step of update_bias; 0: no bias
-    capacity_factor: float | None = None  # times the even share of choices; None: no capacity
-    drop: Literal["late", "unlikely"] = "late"  # which choices of a full expert are dropped
     groups: int = 1  # number of equal parts of the experts, in order
     groups_per_token: int = 1  # number of groups in which a token's choices may lie
     sequence_loss: float = 0.0  # coefficient of the load-balance loss of each sequence
@@ -81,16 +79,9 @@ class Routing:
         problems += choice_problems(self)
         terms = ("balance_loss", "sequence_loss", "z_loss", "bias_rate")
         problems += bound_problems(self, 0, *terms)
-        problems += bound_problems(self, 0, "scale", "capacity_factor", above=True)
+        problems += bound_problems(self, 0, "scale", above=True)
         if problems:
             raise ValueError("this routing cannot work: " + "; ".join(problems))
-
-    def capacity(self, num_tokens: int) -> int | None:
-        """The largest number of choices that one expert takes; None: no limit."""
-        if self.capacity_factor is None:
-            return None
-        even = num_tokens * self.experts_per_token / self.num_experts
-        return math.ceil(even * self.capacity_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +89,43 @@ class Routes:
     """The experts of each token. Add ``loss`` (coefficients are included) to the model's loss."""
 
     experts: Tensor  # [tokens, choices] int64
-    weights: Tensor  # [tokens, choices] fp32; zero where a choice was dropped
-    kept: Tensor | None  # [tokens, choices] bool; None: nothing is dropped
-    counts: Tensor  # [experts] int64: choices kept on this rank
-    dropped: Tensor  # [] int64
+    weights: Tensor  # [tokens, choices] fp32
+    counts: Tensor  # [experts] int64: choices on this rank
     loss: Tensor  # [] fp32
-    capacity: int | None
 
     def statistics(self) -> dict[str, Tensor]:
         """Metrics, as tensors on the device: see :func:`statistics_of`."""
-        return statistics_of(self.counts, self.dropped, self.counts.sum() + self.dropped)
+        return statistics_of(self.counts)
 
 
-def statistics_of(counts: Tensor, dropped: Tensor, total: Tensor) -> dict[str, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a router returns: the experts of each token, and what its losses are computed from."""
+
+    experts: Tensor
+    weights: Tensor
+    counts: Tensor
+    logits: Tensor  # [tokens, experts] fp32
+    scores: Tensor  # [tokens, experts] fp32
+    total: Tensor  # [experts]: choices on all ranks, perhaps on their way
+    axis: str  # the name of the axis that they travel over; "": they are there
+    routing: Routing
+
+    def routes(self, length: int | None = None) -> Routes:
+        """The routes with their loss. Call it late: it waits for the counts of the other ranks.
+        ``length``: tokens of each sequence; None: the tokens are one sequence."""
+        total = _arrived_sum(self.total, self.axis) if self.axis else self.total
+        loss = losses(self.logits, self.scores, self.experts, total, self.routing, length)
+        return Routes(experts=self.experts, weights=self.weights, counts=self.counts, loss=loss)
+
+
+def statistics_of(counts: Tensor) -> dict[str, Tensor]:
     """Metrics of ``counts`` [..., experts]: the largest load of an expert relative to the even
-    share, the share of experts without work, and the share of choices that were dropped."""
+    share, and the share of experts without work."""
     counts = counts.float()
     return {
         "load_max": counts.amax(-1) / counts.mean(-1).clamp_min(1e-9),
         "idle_share": (counts == 0).float().mean(-1),
-        "dropped_share": dropped / total.clamp_min(1),
     }
 
 
@@ -127,14 +135,11 @@ _TINY = torch.finfo(torch.float32).tiny  # avoids 0 / 0, and changes no other sc
 class Router(nn.Module):
     """Scores experts for each token and chooses. The weight may be bf16; logits are fp32.
 
-    Choices are counted in training, once: not in a recomputation, and not without gradients. The
-    first forward of a reentrant checkpoint has no gradients, so its recomputation is counted
-    instead (not in graphs of torch.compile).
+    Choices are counted in each forward in training, once: not when a backward recomputes it.
     """
 
     expert_bias: Tensor
     load: Tensor
-    dropped: Tensor
 
     def __init__(
         self,
@@ -146,8 +151,6 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        forgotten.warn_of_constant_weights(routing)
-        forgotten.watch(self)
         self.routing = routing
         self.axis = axis
         self.weight = nn.Parameter(
@@ -159,7 +162,6 @@ class Router(nn.Module):
         # Choices since the last step, for the bias and for metrics. Checkpoints are written between
         # steps, so they do not contain these counts.
         self.register_buffer("load", zeros, persistent=False)
-        self.register_buffer("dropped", zeros[:1].clone(), persistent=False)
         self.reset_parameters()
 
     @property
@@ -171,7 +173,9 @@ class Router(nn.Module):
     def axis(self, axis: comm.Axis | None) -> None:
         self._axis, self._axis_name = axis, ""
         if axis is not None:
-            self._axis_name = f"{axis.name} {id(axis)}"
+            # The same in every run, so that graphs on disk are used again.
+            planned = " planned" if axis.group is None else ""
+            self._axis_name = f"{axis.name} {axis.peers}{planned}"
             _axes[self._axis_name] = axis
 
     def reset_parameters(self) -> None:
@@ -198,60 +202,29 @@ class Router(nn.Module):
             self.forget_load()  # no values yet, and state dicts do not contain counts
         return self
 
-    def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
-        """The routes of tokens [tokens, hidden]. ``length``: tokens of each sequence; None: the
-        tokens are one sequence."""
+    def forward(self, tokens: Tensor) -> Choices:
+        """The choices of tokens [tokens, hidden]."""
         routing = self.routing
         logits = logits_of(tokens, self.weight)
         bias = self.expert_bias if routing.bias_rate else None
-        scores, chosen, weights, wanted = choose(logits, bias, routing)
-        capacity = routing.capacity(len(tokens))
-        kept, counts, dropped = None, wanted, wanted.new_zeros(())
-        if capacity is not None:
-            first = None if routing.drop == "late" else weights.detach()
-            kept = _places_in_line(chosen, wanted, first) < capacity
-            weights = weights * kept
-            counts = wanted.clamp_max(capacity)
-            dropped = (wanted - counts).sum()
-        late = self.training and not torch.compiler.is_compiling() and self._counts_late()
-        if self.training and torch.is_grad_enabled():
-            self.load += wanted if late else _first_time(wanted)
-            if capacity is not None:
-                self.dropped += dropped if late else _first_time(dropped)
-        loss = losses(logits, scores, chosen, self._total(wanted, logits), routing, length)
-        if self.training and not torch.compiler.is_compiling() and (late or not inside_backward()):
-            forgotten.watch_loss(self, weights, loss)
-        return Routes(
+        scores, chosen, weights, counts = choose(logits, bias, routing)
+        if self.training:
+            self.load += _first_time(counts)
+        total, axis = counts.to(logits.dtype), self._axis_name if routing.balance_loss else ""
+        return Choices(
             experts=chosen,
             weights=weights,
-            kept=kept,
             counts=counts,
-            dropped=dropped,
-            loss=loss,
-            capacity=capacity,
+            logits=logits,
+            scores=scores,
+            total=_begun_sum(total, axis) if axis else total,  # on ranks without tokens too
+            axis=axis,
+            routing=routing,
         )
 
-    def _counts_late(self) -> bool:
-        """Whether this forward recomputes a forward without gradients, for a reentrant
-        checkpoint."""
-        if not torch.is_grad_enabled():
-            self._without_gradients += 1
-            return False
-        late = self._without_gradients > 0 and inside_backward()
-        self._without_gradients -= late
-        return late
-
-    def _total(self, wanted: Tensor, logits: Tensor) -> Tensor:
-        """The choices of each expert [experts] on all ranks that have tokens of the batch."""
-        total = wanted.to(logits.dtype)
-        if self.routing.balance_loss and self._axis_name:
-            return _sum_over(total, self._axis_name)  # on ranks without tokens too
-        return total
-
     def tally(self) -> Tensor:
-        """Counts [experts + 1] of this rank since the last :meth:`update_bias`, on the device: the
-        choices of each expert, dropped choices included, then the number of dropped choices."""
-        return torch.cat([self.load, self.dropped])
+        """The choices of each expert on this rank since the last :meth:`update_bias`."""
+        return self.load.clone()
 
     @torch.no_grad()
     def update_bias(self, unless: Tensor | None = None) -> None:
@@ -260,7 +233,6 @@ class Router(nn.Module):
         Without a ``bias_rate`` only the counts are reset. ``unless`` [] bool, on the device: the
         bias does not change if this is true, because the step was skipped.
         """
-        forgotten.bias_was_updated(self)
         if self.routing.bias_rate:
             for axis in self._bias_axes():
                 comm.all_reduce(self.load, axis).wait()
@@ -278,23 +250,44 @@ class Router(nn.Module):
 
     def forget_load(self) -> None:
         """Reset the counts."""
-        self._without_gradients = 0  # forwards in training that were not counted
         self.load.zero_()
-        self.dropped.zero_()
 
 
 _axes: weakref.WeakValueDictionary[str, comm.Axis] = weakref.WeakValueDictionary()
+# The sum that is under way over each axis: (the collective, an event after it, its memory).
+_sums: dict[str, tuple[comm.Pending, Any, Tensor]] = {}
+
+
+# Two operators, so that graphs compute between them. Graphs refer to an axis by its name.
+@operator(
+    "begun_sum(Tensor counts, str axis) -> Tensor",
+    lambda counts, axis: counts.new_empty(counts.shape),
+)
+def _begun_sum(counts: Tensor, axis: str) -> Tensor:
+    """Memory for the sum over the ranks of an axis, which is under way."""
+    _end_sum(axis, counts.device)  # nobody read the loss of the last forward
+    total, lanes = counts.clone(), lanes_apart(counts.device)
+    lanes.join("outer", "compute")
+    with lanes.on("outer"):
+        pending = comm.all_reduce(total, _axes[axis])
+    _sums[axis] = pending, lanes.mark("outer"), total
+    return total
 
 
 @operator(
-    "sum_over(Tensor counts, str axis) -> Tensor",
-    lambda counts, axis: counts.new_empty(counts.shape),
+    "arrived_sum(Tensor total, str axis) -> Tensor",
+    lambda total, axis: total.new_empty(total.shape),
 )
-def _sum_over(counts: Tensor, axis: str) -> Tensor:
-    """The sum over the ranks of an axis. Graphs refer to an axis by its name."""
-    total = counts.clone()
-    comm.all_reduce(total, _axes[axis]).wait()
-    return total
+def _arrived_sum(total: Tensor, axis: str) -> Tensor:
+    _end_sum(axis, total.device)
+    return total.clone()
+
+
+def _end_sum(axis: str, device: torch.device) -> None:
+    if axis in _sums:
+        pending, mark, _ = _sums.pop(axis)
+        pending.wait()
+        lanes_apart(device).wait("compute", mark)
 
 
 @operator("first_time(Tensor counts) -> Tensor", torch.empty_like)
@@ -356,7 +349,7 @@ def choose(
     logits: Tensor, bias: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From logits [tokens, experts]: scores, chosen experts and their weights [tokens, choices],
-    and the number of choices of each expert [experts], before choices are dropped."""
+    and the number of choices of each expert [experts]."""
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     ranked = scores.detach()
     if bias is not None:
@@ -434,21 +427,3 @@ def _count(chosen: Tensor, num_experts: int) -> Tensor:
     """The counts [experts] int64, without a wait for the device, unlike ``bincount``."""
     experts = torch.arange(num_experts, device=chosen.device)
     return (chosen.view(-1, 1) == experts).sum(0)
-
-
-# An operator, because Inductor (torch 2.11, 2.13) may read memory before ``index_copy_`` fills it.
-@operator(
-    "places_in_line(Tensor chosen, Tensor counts, Tensor? first) -> Tensor",
-    lambda chosen, *_: torch.empty_like(chosen),
-)
-def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None) -> Tensor:
-    """For each choice, the number of choices of the same expert before it: in the order of tokens,
-    or with ``first`` (shaped like ``chosen``) in descending order of its values."""
-    if first is not None:
-        best = first.flatten().sort(descending=True, stable=True).indices
-        places = _places_in_line(chosen.flatten()[best], counts, None)
-        return torch.empty_like(places).index_copy_(0, best, places).view_as(chosen)
-    ordered, order = chosen.flatten().sort(stable=True)
-    starts = counts.cumsum(0) - counts
-    places = torch.arange(len(order), device=order.device) - starts[ordered]
-    return torch.empty_like(places).index_copy_(0, order, places).view_as(chosen)

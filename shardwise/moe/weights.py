@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.compat import plain_attributes, will_run
-from shardwise.moe.coded import ExpertCodes, is_coded, operand
 from shardwise.precision.fp8 import Reads
 from shardwise.precision.fp8_weight import Coded
 
@@ -137,22 +136,14 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one parameter for each expert
 
-    def value(self, dtype: torch.dtype, phase: Reads = "forward") -> Any:
-        """The current values [experts, ...] as the products of ``phase`` read them: a tensor, or
-        fp8 codes that are multiplied without decoding."""
+    def value(self, dtype: torch.dtype, phase: Reads = "forward") -> Tensor:
+        """The current values [experts, ...] as the products of ``phase`` read them."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
-        if isinstance(parts[0], ExpertCodes):
-            return parts[0]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether rows become codes where they are multiplied by these weights."""
-        return is_coded(self.parameters[0])
 
     @property
     def in_graphs(self) -> bool:
@@ -304,9 +295,9 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-def _read(parameter: Tensor, phase: Reads) -> Any:
-    """The values of a parameter. Of a weight in fp8: the operand of the products of ``phase``."""
-    return operand(parameter, phase) if isinstance(parameter, Coded) else parameter.detach()
+def _read(parameter: Tensor, phase: Reads) -> Tensor:
+    """The values of a parameter; those of a weight in fp8 are decoded."""
+    return parameter.decode(phase) if isinstance(parameter, Coded) else parameter.detach()
 
 
 def is_wanted(leaf: Tensor) -> bool:

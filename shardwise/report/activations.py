@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from shardwise.core.compat import TorchDispatchMode
 from shardwise.core.memory import Ledger
 from shardwise.moe.activation import Form
-from shardwise.moe.coded import Into, parts_of
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import LoopProducts, Rows, Weight
+from shardwise.moe.products import Into, LoopProducts
 
 BLOCK = 512  # bytes; CUDA's allocator rounds up to a multiple
 WORKSPACE = 2 * (32 << 20)  # of cuBLAS, for two threads: that of forward and that of backward
@@ -125,18 +124,17 @@ def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[
     """Count the memory of the computation of ``model``; ``ledger`` counts the library's buffers."""
     ledger.watchers.append(follower.note)
     ledger.adopted = follower.adopt
-    choices = [module.choice for module in model.modules() if isinstance(module, GroupedMLP)]
-    before = [(choice.chosen, choice.chosen_for) for choice in choices]
-    for choice in choices:
-        choice.chosen, choice.chosen_for = ("fused", _SizedProducts()), None
+    experts = [module for module in model.modules() if isinstance(module, GroupedMLP)]
+    for module in experts:
+        module.products = _SizedProducts()
     try:
         with follower, _StandIns():
             yield
     finally:
         ledger.watchers.remove(follower.note)
         ledger.adopted = None
-        for choice, (chosen, dtype) in zip(choices, before, strict=True):
-            choice.chosen, choice.chosen_for = chosen, dtype
+        for module in experts:
+            module.products = None
 
 
 # ------------------------------------------------------------------------------ stand-ins
@@ -196,17 +194,14 @@ class _Norm(torch.autograd.Function):
 class _SizedProducts(LoopProducts):
     """Grouped products that take the memory of the fused kernels."""
 
-    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
-        return parts_of(x)[0].new_empty(len(x), weight.shape[1], dtype=x.dtype)
-
-    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
-        return parts_of(dy)[0].new_empty(len(dy), weight.shape[2], dtype=dy.dtype)
+    def product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return rows.new_empty(len(rows), matrices.shape[2])
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         return into.memory(dy, x, ends)
 
     def activated(
-        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         z = self.linear(x, weight, ends)
         return z, z.new_empty(len(z), z.shape[1] // form.activation.inputs_per_output)

@@ -97,6 +97,8 @@ def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
     for module in roots:
         if unit_of(module) is not None:
             problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
+        if isinstance(module, GroupedLinear):
+            problems.append("a GroupedLinear is not called: wrap the GroupedMLP that it belongs to")
         bare = type(module).forward is nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
             problems.append(

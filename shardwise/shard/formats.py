@@ -186,7 +186,7 @@ def _products(
         return "decoded", "experts with a parameter each multiply by decoded weights"
     if isinstance(module, NonDynamicallyQuantizableLinear):  # its forward is never called
         return "decoded", "nn.MultiheadAttention multiplies by decoded weights"
-    if len(stored.shape) == 3 and products != "fp8":
+    if len(stored.shape) == 3:
         return "decoded", "experts multiply by decoded weights"
     if products == "native":
         return "mxfp8", None

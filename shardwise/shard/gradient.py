@@ -173,6 +173,7 @@ class Gradients:
     def delay(self, index: int) -> None:
         """A kernel will write this gradient later. It needs no weight for that."""
         self.delayed.add(index)
+        self.main.waiting = self.main.waiting | {index}
 
     def kernel_wrote(self, index: int) -> None:
         """A kernel has written, or added to, the gradient of one parameter."""

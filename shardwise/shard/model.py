@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.compat import at_end_of_backward, backward_id
 from shardwise.core.memory import weakly
 from shardwise.debugging import watch_if_asked
-from shardwise.moe.delayed import drop_pending
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.flow import Flow
 from shardwise.shard.parameter import AnyLeaf
@@ -245,7 +244,6 @@ class Model(Flow):
         self._entered = self._left = None
         for unit in self.units:
             unit.reset()
-        drop_pending(p for unit in self.units for group in unit.groups for p in group.sharded)
 
 
 def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:

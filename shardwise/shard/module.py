@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.shard.model import Model
 from shardwise.shard.unit import Unit
 
@@ -105,6 +106,9 @@ class ShardedModule(FSDPModule):
                 f"it on the root module"
             )
         unit.runtime.reset()
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, GroupedMLP):
+                module.delayed.forget()
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit

@@ -58,7 +58,7 @@ FIXED = {
 # and a flag that sets the field is refused then.
 _OF_EXPERTS = (
     *("experts_per_token", "expert_hidden_dim", "expert_score", "normalise_scores", "bias_rate"),
-    *("balance_coefficient", "sequence_balance_coefficient", "z_coefficient", "capacity_factor"),
+    *("balance_coefficient", "sequence_balance_coefficient", "z_coefficient"),
     *("expert_groups", "groups_per_token", "expert_scale", "expert_activation", "expert_biases"),
     *("expert_layout", "gate_up_block"),
 )
@@ -69,7 +69,6 @@ IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "keep_weights": ("strategy", ("zero0", "zero1", "zero2")),  # these keep them anyway
     "model.vocab_size": ("init_from", (None,)),  # the vocabulary comes from the data
     **{f"model.{name}": ("model.num_experts", (0,)) for name in _OF_EXPERTS},
-    "model.drop": ("model.capacity_factor", (None,)),
     "model.delay_expert_gradients": ("ep", (1,)),
 }
 

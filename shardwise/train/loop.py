@@ -345,8 +345,7 @@ class Trainer:
         if quantised := self.quantised.figures():  # of rank 0, in the last step
             self.events("fp8", step=self.step, **quantised)
         if self.experts.counts:
-            counts, dropped = self.experts.counts, self.experts.dropped
-            self.events("experts", step=self.step, counts=counts, dropped=dropped)
+            self.events("experts", step=self.step, counts=self.experts.counts)
         return bits
 
     def save(self) -> None:

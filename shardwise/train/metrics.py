@@ -86,8 +86,7 @@ class ExpertLoad:
     def __init__(self, model: nn.Module) -> None:
         self.routers = [layer.router for layer in mixtures_of(model)]
         self.device = next(model.parameters()).device
-        self.counts: list[list[int]] = []  # [layer][expert]: choices, also those that were dropped
-        self.dropped: list[int] = []  # [layer]
+        self.counts: list[list[int]] = []  # [layer][expert]
 
     def tally(self) -> Tensor:
         """This rank's counts since the last step, on the device, to be summed over ranks."""
@@ -104,9 +103,7 @@ class ExpertLoad:
         """The metrics of a step, the worst of all layers, from the sum of all ranks' tallies."""
         if not self.routers:
             return {}
-        layers = total.view(len(self.routers), -1)  # [layers, experts + 1]
-        counts, dropped = layers[:, :-1], layers[:, -1]
+        counts = total.view(len(self.routers), -1)  # [layers, experts]
         self.counts = [[int(count) for count in layer] for layer in counts.tolist()]
-        self.dropped = [int(count) for count in dropped.tolist()]
-        statistics = statistics_of(counts, dropped, counts.sum(-1))
+        statistics = statistics_of(counts)
         return {f"expert_{name}": float(value.max()) for name, value in statistics.items()}

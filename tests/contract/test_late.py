@@ -23,9 +23,7 @@ WIDTH = 32  # whole blocks
 class Delayed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.experts = GroupedMLP(
-            2, WIDTH, WIDTH, activation=swiglu(), delay_weight_gradient=True, path="loop"
-        )
+        self.experts = GroupedMLP(2, WIDTH, WIDTH, activation=swiglu(), delay_weight_gradient=True)
         self.exit = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from shardwise.core import comm
-from shardwise.moe import dispatch
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Routing
@@ -115,7 +113,7 @@ def spread(rank: int, world_size: int, options: dict[str, Any], layer: dict[str,
     assert exchanges[1].nbytes == away * HIDDEN * 4 and exchanges[2].nbytes == away * 4
 
 
-@pytest.mark.parametrize("layer", [{}, {"shared": True, "delay_weight_gradient": True}], ids=str)
+@pytest.mark.parametrize("layer", [{}, {"shared": True}], ids=str)
 def test_four_ranks_equal_one(layer: dict[str, Any]) -> None:
     run_ranks(spread, 4, {"balance_loss": 0.1, "z_loss": 0.01, "score": "sigmoid"}, layer)
 
@@ -178,69 +176,6 @@ def experts_that_do_not_divide(rank: int, world_size: int) -> str:
 def test_experts_that_do_not_divide_are_refused_on_every_rank() -> None:
     for message in run_ranks(experts_that_do_not_divide, 4):
         assert "6 experts cannot be spread evenly over ep=4" in message
-
-
-@on_ranks(4)
-def test_capacity_over_ranks(rank: int, world_size: int) -> None:
-    """With a capacity that is never reached nothing changes; with a small one rows are dropped."""
-    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
-    x, target = batch(world_size)
-    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    roomy = build(axis, {"capacity_factor": 100.0})
-    free = build(axis, {})
-    same, _, _ = run(roomy, x[mine], target[mine])
-    out, _, _ = run(free, x[mine], target[mine])
-    assert torch.equal(same, out)
-    tight = build(axis, {"capacity_factor": 1.0})
-    _, _, routes = run(tight, x[mine], target[mine])
-    assert int(routes.counts.max()) <= 5  # 20 tokens x 2 choices / 8 experts
-    assert int(routes.counts.sum() + routes.dropped) == 2 * TOKENS
-    dropped = routes.dropped.clone()
-    comm.all_reduce(dropped, axis).wait()
-    assert dropped > 0
-
-
-@pytest.mark.cpu_only("another kernel multiplies rows in blocks")
-@pytest.mark.parametrize("factor", [0.5, 1.0, 1.6])
-@on_ranks(4)
-def test_with_a_capacity_no_host_waits_for_rows_and_nothing_else_changes(
-    rank: int, world_size: int, factor: float
-) -> None:
-    """Padded to what experts take at most, beside exact sizes: outputs, gradients, bytes. Ranks
-    with other numbers of tokens go back to exact sizes together."""
-    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
-    x, target = batch(world_size)
-    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    found, sent = [], []
-    for most in (dispatch.PADDED, 0):
-        with pytest.MonkeyPatch.context() as patch, comm.record() as calls:
-            patch.setattr(dispatch, "PADDED", most)
-            layer = build(axis, {"capacity_factor": factor}, shared=True)
-            out, gradient, _ = run(layer, x[mine], target[mine])
-            found.append([out, gradient, *(p.grad for p in layer.parameters())])
-            sent.append(sum(one.wire_bytes for one in calls if one.operation == "all_to_all"))
-    for padded, exact in zip(*found, strict=True):
-        torch.testing.assert_close(padded, exact, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found[0][0], found[1][0]) and all(one.abs().sum() > 0 for one in found[0])
-    block = EXPERTS // world_size * math.ceil(factor * 2 * TOKENS / EXPERTS)
-    each = 2 * 4 * (2 * HIDDEN + 1)  # bytes: rows there and back, their weights; both ways
-    counts = 8 * EXPERTS // world_size  # bytes of the numbers that a rank tells another
-    assert sent[0] == (world_size - 1) * (block * each + counts) >= sent[1]
-    routes = layer.router(x[mine])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "tolist", _no_wait)
-        patch.setattr(Tensor, "item", _no_wait)
-        plan = dispatch.plan_dispatch(routes, axis)  # the negative control: PADDED = 0 waits
-        patch.setattr(dispatch, "PADDED", 0)
-        with pytest.raises(AssertionError, match="the host waits"):
-            dispatch.plan_dispatch(routes, axis)
-    assert plan.sizes == plan.out_sizes and len(set(plan.sizes or ())) == 1
-    fewer = x[mine][: TOKENS - rank]
-    assert len(dispatch.plan_dispatch(layer.router(fewer), axis).places) == 2 * len(fewer)
-
-
-def _no_wait(self: Tensor) -> None:
-    raise AssertionError("the host waits")
 
 
 # ------------------------------------------------------------------------------ under strategies

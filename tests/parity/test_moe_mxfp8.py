@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.core import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
-from shardwise.moe.coded import expert_codes
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, encode
+from shardwise.precision.fp8_weight import Coded
 from tests.one_card import device_type
 from tests.parity.mxfp8_helpers import Kind, coded
 from tests.ranks import run_ranks
@@ -34,8 +34,8 @@ class AtUse(ExpertTensor):
         return torch.stack([coded(member, "mxfp8").decode(phase) for member in value])
 
 
-class CodesAtUse(ExpertTensor):
-    """The same of blocks of 128: grouped experts have one scale each, and multiply in fp8."""
+class BlocksAtUse(ExpertTensor):
+    """The same of blocks of 128; grouped experts have one scale each."""
 
     def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         value = super().value(dtype)
@@ -43,16 +43,12 @@ class CodesAtUse(ExpertTensor):
             return value
         if not self.grouped:
             return torch.stack([coded(member, "fp8_block").decode(phase) for member in value])
-        high = value.reshape(-1, value.shape[-1])
-        (plane,) = encode(high, (SQUARE_128,), sharing=len(value))
-        return expert_codes(plane.codes, plane.scales, value.shape, phase)
-
-    @property
-    def is_coded(self) -> bool:
-        return self.grouped and self.parameters[0].dim() == 3
+        (plane,) = encode(value.reshape(-1, value.shape[-1]), (SQUARE_128,), sharing=len(value))
+        made: Coded = Coded.of(value.shape, (plane.codes, plane.scales), None, "fp8")
+        return made.decode(phase)
 
 
-AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8": AtUse, "fp8_block": CodesAtUse}
+AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8": AtUse, "fp8_block": BlocksAtUse}
 
 
 class Net(nn.Module):
@@ -109,8 +105,7 @@ def train(
     if on:
         report = sw.precision_report(model)
         stored, how = report.stored, {row.products for row in report.rows if row.format}
-        grouped = "fp8 by decoding" if format == "fp8_block" else "decoded"
-        assert how == {grouped if layout == "grouped" else "decoded"}
+        assert how == {"decoded"}
         assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
         expected = 2 if layout == "grouped" else 2 * EXPERTS // ep
         assert sum("experts." in name for name in stored) == expected == len(stored)

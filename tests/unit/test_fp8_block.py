@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.memory import Ledger
-from shardwise.moe.activation import Form, swiglu
-from shardwise.moe.coded import CodedRows, Into, expert_codes
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -167,9 +165,6 @@ def test_what_is_lost_is_counted() -> None:
             fp8_block.quantise(x.bfloat16(), False, 1)
     fp8_block.quantise(x.bfloat16(), True, 0)  # not inside
     found = tally.figures()
-    with fp8_block.tallied() as experts:
-        CodedRows.of(x.bfloat16())
-    assert experts.figures() == {"values": x.numel(), "underflows": 64, "undefined": 128}
     assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
     # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,
     # which is small beside ones, and column 9 is undefined.
@@ -235,68 +230,10 @@ def test_what_a_user_may_say() -> None:
     assert "cpu multiplies no fp8" in str(fp8_block.scaled_problem(torch.device("cpu")))
 
 
-def test_experts_multiply_codes_by_codes_with_one_scale_a_row_and_one_an_expert() -> None:
-    """The second expert has no rows, the fourth much larger weights; one row is zero."""
-    generator = torch.Generator().manual_seed(6)
-    weight = (torch.randn(4, 256, 128, generator=generator) / 16).bfloat16()
-    weight[3] *= 64
-    sizes = (5, 0, 9, 2)
-    ends = torch.tensor(sizes).cumsum(0).int()
-    (plane,) = encode(weight.view(-1, 128), (SQUARE_128,), sharing=4)
-    assert not torch.equal(plane.scales[0], plane.scales[-1])
-    with pytest.raises(FP8Error, match="3 matrices of"):
-        encode(weight.view(-1, 128), (SQUARE_128,), sharing=3)
-    for phase, columns, turned in (("forward", 128, weight), ("backward", 256, weight.mT)):
-        x = torch.randn(sum(sizes), columns, generator=generator).bfloat16()
-        x[7] = 0.0
-        coded = expert_codes(plane.codes, plane.scales, weight.shape, phase)  # type: ignore[arg-type]
-        y = coded.product(x, ends)
-        pairs = list(zip(x.split(sizes), turned, strict=True))
-        expected = [rounded(rows) @ rounded(one, whole=True).T for rows, one in pairs]
-        assert torch.equal(y, torch.cat(expected).to(y.dtype)), phase
-        exact = torch.cat([rows.float() @ one.float().T for rows, one in pairs])
-        assert 0.01 < (y.float() - exact).norm() / exact.norm() < 0.06, "rounded, and not too much"
-        assert coded.product(x[:0], ends * 0).shape == (0, turned.shape[1])
-
-
-def test_the_gradient_of_experts_is_a_product_of_codes() -> None:
-    """The product sums over rows, whose scales are multiplied into x: exact, but for rows that are
-    too small beside the largest of their expert to count."""
-    generator = torch.Generator().manual_seed(7)
-    sizes = (5, 0, 90, 2)
-    ends = torch.tensor(sizes).cumsum(0).int()
-    powers = torch.randint(-2, 3, (2, sum(sizes), 1), generator=generator)
-    dy, x = (
-        (torch.randn(sum(sizes), columns, generator=generator) * torch.exp2(power)).bfloat16()
-        for columns, power in zip((256, 128), powers, strict=True)
-    )
-    dy[3], x[95] = 0.0, x[95] * 2.0**-40
-    sides = list(zip(rounded(dy).split(sizes), rounded(x).split(sizes), strict=True))
-    expected = torch.stack([left.T @ right for left, right in sides])
-    found = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=3e-3)
-    pairs = zip(dy.float().split(sizes), x.float().split(sizes), strict=True)
-    exact = torch.stack([left.T @ right for left, right in pairs])
-    assert 0.01 < (found - exact).norm() / exact.norm() < 0.06, "rounded, and not too much"
-    assert not found[1].any(), "no rows"
-    kept = torch.full_like(found, 2.0)
-    added = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32, kept, True))
-    assert added is kept and torch.equal(kept, found + 2.0)
-    nothing = CodedRows.of(dy[:0]).weight_gradient(
-        CodedRows.of(x[:0]), ends * 0, Into(torch.bfloat16)
-    )
-    assert nothing.shape == found.shape and not nothing.any()
-    x[96, 3] = float("nan")
-    broken = CodedRows.of(dy).weight_gradient(CodedRows.of(x), ends, Into(torch.float32))
-    assert broken[3].isnan().any() and torch.equal(broken[:3], found[:3])
-
-
 def test_a_plan_counts_what_kernels_turn() -> None:
     """On the meta device products hold the memory that they hold on a GPU, and no more."""
-    rows, experts, out, deep = 512, 4, 256, 128
-    dy, z = (torch.empty(rows, n, device="meta", dtype=torch.bfloat16) for n in (deep, 2 * out))
-    ends, p = torch.empty(experts, device="meta").int(), torch.empty(rows, device="meta")
-    form = Form(swiglu(), 0)
+    rows, out, deep = 512, 256, 128
+    dy = torch.empty(rows, deep, device="meta", dtype=torch.bfloat16)
 
     def peak(work: Callable[[], object]) -> int:
         with Follower(nn.Module(), Ledger()) as follower:
@@ -304,15 +241,6 @@ def test_a_plan_counts_what_kernels_turn() -> None:
         del kept
         return follower.peak
 
-    room = rows + experts * 128  # an expert's rows fill up a block
-    turned = peak(
-        lambda: CodedRows.of(dy).weight_gradient(CodedRows.of(z), ends, Into(torch.float32))
-    )
-    codes, sums = rows * (deep + 2 * out + 8), 4 * experts * deep * 2 * out
-    assert turned == codes + sums + room * (deep + 2 * out)
-    h = torch.empty(rows, out, device="meta", dtype=torch.bfloat16)
-    assert peak(lambda: CodedRows.activated(z, p, form)) == rows * (out + 4)
-    assert peak(lambda: CodedRows.activation_backward(h, z, p, form)) == rows * (3 * out + 12)
     codes, scales, *_ = fp8_block.quantise(dy, True, 0)
     meta = {"device": "meta", "dtype": torch.uint8}
     weight = torch.empty(deep, out, **meta)  # type: ignore[call-overload]

@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.moe.activation import Activation, Form, clamped_quick_geglu, squared_relu, swiglu
-from shardwise.moe.coded import CodedRows
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8 import SQUARE_128, Rounding, decode_reference, encode_reference
+from shardwise.precision.fp8 import SQUARE_128, Rounding, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
-from tests.interpreter import INSIDE, inside, loops
+from tests.interpreter import INSIDE, inside
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
 if INSIDE:
     from shardwise.kernels import fp8_codes as kernels
-    from shardwise.kernels import fp8_fused, grouped_codes
+    from shardwise.kernels import fp8_fused
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -123,73 +121,6 @@ def test_experts_share_a_scale_and_rows_have_one_each(rounding: Rounding) -> Non
     turned, turned_scales = kernels.turn(*both)
     assert torch.equal(turned, both[0].transpose(1, 2))
     assert torch.equal(turned_scales.nan_to_num(-1), both[1].transpose(1, 2).nan_to_num(-1))
-    x = values(37, 384, torch.bfloat16)
-    expected, expected_scales = encode_reference(x, (1, 384), rounding)
-    codes, scales = torch.full_like(expected, 7), torch.full((37,), 7.0)
-    kernels.quantise_rows(x, codes, scales, rounding=rounding)
-    assert torch.equal(codes, expected)
-    assert torch.equal(scales.nan_to_num(-1), expected_scales.view(-1).nan_to_num(-1))
-
-
-@inside
-@pytest.mark.parametrize(
-    ("activation", "block", "width"),
-    [
-        (swiglu(), 0, 96),
-        (clamped_quick_geglu(alpha=1.702, limit=0.7, offset=1.0), 8, 48),
-        (squared_relu(), 0, 200),
-    ],
-)
-def test_activations_write_the_codes_of_their_rows(
-    activation: Activation, block: int, width: int
-) -> None:
-    """But for the last bit of exp, which may move a value to its neighbour."""
-    form = Form(activation, block)
-    generator = torch.Generator().manual_seed(3)
-    z = torch.randn(37, width * activation.inputs_per_output, generator=generator).bfloat16()
-    dh = torch.randn(37, width, generator=generator).bfloat16()
-    p = torch.rand(37, generator=generator)
-    z[7], z[11, 5], dh[9] = 0.0, float("nan"), 0.0
-    found_dz, again, dp = grouped_codes.backward(dh, z, p, **form.numbers)
-    h = CodedRows.activated(z, p, form)
-    dz, h_again, expected_dp = CodedRows.activation_backward(dh, z, p, form)
-    torch.testing.assert_close(dp, expected_dp, rtol=1e-4, atol=1e-5, equal_nan=True)
-    for (codes, scales), expected in (
-        (grouped_codes.forward(z, p, **form.numbers), h),
-        (found_dz, dz),
-        (again, h_again),
-    ):
-        assert torch.equal(scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
-        apart = codes.int() - expected.codes.int()
-        apart[(codes | expected.codes) & 0x7F == 0] = 0  # zeros of either sign
-        assert apart.abs().max() <= 1 and (apart != 0).double().mean() < 2e-3
-        assert (codes[11] == 0x7F).all()
-
-
-@inside
-@loops
-def test_rows_are_turned_into_blocks_of_one_expert() -> None:
-    sizes = (5, 0, 130, 128, 1)
-    ends = torch.tensor(sizes).cumsum(0).int()
-    x = values(sum(sizes), 320, torch.bfloat16)
-    left, right = CodedRows.of(x[:, :192]), CodedRows.of(x)
-    folded = grouped_codes.Folded((left.codes, left.scales), (right.codes, right.scales), ends)
-    assert folded.first.tolist() == [0, 1, 1, 3, 4, 5]
-    both = left.scales * right.scales
-    low = 0
-    for expert, size in enumerate(sizes):
-        mine = slice(low, low + size)
-        largest = both[mine].amax() if size else torch.tensor(2.0**-126)
-        assert torch.equal(folded.scales[expert].nan_to_num(-1), largest.nan_to_num(-1))
-        scaled = decode_reference(right.codes[mine], (both[mine] / largest)[:, None],
-                                  (1, 320), torch.float32) if size else x[:0]  # fmt: skip
-        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        first, blocks = 128 * int(folded.first[expert]), -(-size // 128)
-        for turned, expected in ((folded.left, left.codes[mine]), (folded.right, codes)):
-            part = turned[:, first : first + 128 * blocks]
-            assert torch.equal(part[:, :size], expected.t()), expert
-            assert not part[:, size:].any(), "zeros up to the end of the block"
-        low += size
 
 
 @inside

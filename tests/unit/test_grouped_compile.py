@@ -14,14 +14,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from shardwise.kernels import (  # noqa: E402
     fp8_fused,
     grouped_activation,
-    grouped_codes,
     grouped_fc1,
-    grouped_fp8,
     grouped_weight,
 )
 from shardwise.kernels.grouped import (  # noqa: E402
@@ -138,52 +135,7 @@ POINTERS |= dict.fromkeys(("ends_ptr", "first_ptr", "blocks_ptr", "schedule_ptr"
 POINTERS |= dict.fromkeys(("codes_ptr", "out_ptr", "turned_ptr", "dz_ptr", "h_ptr"), "*u8")
 
 
-def test_products_of_codes() -> None:
-    tile = grouped_fp8.PRODUCT_TILE
-    types = POINTERS | {
-        "x_desc": box(tile.rows, tile.step, kind="fp8e4nv"),
-        "w_desc": box(tile.columns, tile.step, kind="fp8e4nv"),
-        "y_desc": box(1, 1, tile.rows, tile.columns // 2),
-    }
-    sizes = {"rows": tile.rows, "columns": tile.columns, "step": tile.step}
-    constants = {**sizes, "flatten": tile.flatten}
-    compiled(grouped_fp8._product_kernel, tile, constants, types)
-
-
-def spread(bits: int, *shape: int, kind: str) -> str:
-    layout = f"NVMMASharedLayout(128, {bits}, rank={len(shape)})"
-    return box(*shape, kind=kind).replace(">", f",{layout}>")
-
-
-def compiled_roles(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> None:
-    """Warps with roles of their own, in Gluon."""
-    result = built(kernel, constants, POINTERS | types, source=GluonASTSource, num_warps=4)
-    assert result.metadata.shared <= SHARED_MEMORY, result.metadata.shared
-    assert "m64n128k32.f32.e4m3.e4m3" in result.asm["ptx"]
-
-
-@pytest.mark.parametrize(("kind", "size", "add"), [("fp32", 4, True), ("bf16", 2, False)])
-def test_weight_gradient_of_codes(kind: str, size: int, add: bool) -> None:
-    types = dict.fromkeys(("a_desc", "b_desc"), spread(8, 128, 128, kind="fp8e4nv"))
-    types["out_desc"] = spread(8 * size, 1, 128, 128 // size, kind=kind)
-    compiled_roles(grouped_fp8._weight_kernel, grouped_fp8.weight_constants(size, add), types)
-
-
 def test_passes_that_write_codes() -> None:
-    numbers = {"gated": True, "alpha": 1.0, "limit": None, "offset": 0.0, "block": 0}
-    rows = {"high": 1, "wide": 2048, "assembly": True}
-    raw = dict.fromkeys(("z_ptr", "dh_ptr"), "*i16")
-    built(grouped_codes._forward_kernel, numbers | rows, POINTERS | raw, num_warps=8)
-    rows = {"width": 768, "assembly": True} | grouped_codes.backward_sizes(768)
-    warps = rows.pop("num_warps")
-    ptx = built(
-        grouped_codes._backward_kernel, numbers | rows, POINTERS | raw, num_warps=warps
-    ).asm["ptx"]
-    # Every column of the two parts is one of the row's: nothing is masked, no warp waits.
-    assert ptx.count("selp") < 24 and "bar.sync" not in ptx
-    built(grouped_codes._fold_kernel, {"experts": 128, "chunk": 1024}, POINTERS, num_warps=4)
-    constants = {"scaled": True, "native": True}
-    built(grouped_codes._turn_kernel, constants, POINTERS, num_warps=8)
     raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr", "turned_ptr"), "*i32")
     raw["codes_ptr"] = "*i16"
     constants = {"rceil": False, "even": True, "assembly": True}

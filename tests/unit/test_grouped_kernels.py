@@ -21,10 +21,9 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 if INSIDE:
     from shardwise.kernels import grouped, grouped_activation, grouped_fc1, grouped_weight
     from shardwise.moe.activation import Form, activate, clamped_quick_geglu, squared_relu, swiglu
-    from shardwise.moe.coded import Into
     from shardwise.moe.grouped_mlp import GroupedMLP
-    from shardwise.moe.products import FusedProducts, LoopProducts
-    from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
+    from shardwise.moe.products import LOOP, FusedProducts, Into, LoopProducts, products_for
+    from tests.unit.test_grouped_mlp import data, ends_of, names_of, relative, together
 
     ACTIVATIONS = {
         "swiglu": swiglu(),
@@ -44,7 +43,9 @@ def through(mlp: GroupedMLP, path: str, fuse: bool) -> tuple[Tensor, Tensor, Ten
     """Forward and backward; fused, by small tiles, and the first product with its activation."""
     if path == "fused":
         tile = grouped.SMALL_FC1_TILE if fuse else None
-        mlp.choice.chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
+        mlp.products = FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
+    else:
+        mlp.products = LOOP
     x, p, dy = data(COUNTS)
     y = mlp(x, ends_of(COUNTS), p)
     y.backward(dy)
@@ -72,7 +73,7 @@ def test_the_fused_path_equals_the_loop(
     poison(monkeypatch)
     results = []
     for path in ("loop", "fused"):
-        options: Any = {"gate_up_block": block, "bias": name != "swiglu", "path": path}
+        options: Any = {"gate_up_block": block, "bias": name != "swiglu"}
         mlp = wide(ACTIVATIONS[name], width, **options)
         for parameter in mlp.parameters():
             parameter.main_grad = torch.ones(parameter.shape)
@@ -90,7 +91,7 @@ def test_a_clamp_does_not_hide_what_is_not_a_number(name: str, fuse: bool) -> No
     """A broken weight is seen in the output and in every gradient, as on the other paths."""
     results = []
     for path in ("loop", "fused"):
-        mlp = wide(ACTIVATIONS[name], path=path)
+        mlp = wide(ACTIVATIONS[name])
         with torch.no_grad():  # a gate of one expert, an up of another
             mlp.fc1.weight[2, 3] = mlp.fc1.weight[3, -1] = torch.nan
         y, x, p = through(mlp, path, fuse)
@@ -122,10 +123,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @inside
 def test_a_fused_path_is_taken_where_it_is_possible() -> None:
-    mlp = make()
-    x, p, _ = data([5, 0, 61, 1])
-    mlp(x, ends_of([5, 0, 61, 1]), p)
-    assert mlp.path == "fused"
+    assert isinstance(products_for(torch.randn(4, 16), 16, 24), FusedProducts)
+    assert not isinstance(products_for(torch.randn(4, 16).bfloat16(), 16, 24), FusedProducts)
 
 
 @inside
@@ -140,7 +139,7 @@ def test_views_are_read_as_they_are() -> None:
         bias.data = apart[index, 0].copy_(bias.data)
     strided = [torch.stack([t, -t], 1)[:, 0] for t in (ends_of(COUNTS), p.detach())]
     found = mlp(x, *strided)
-    assert mlp.path == "fused" and not strided[0].is_contiguous()
+    assert not strided[0].is_contiguous()
     assert torch.equal(found, expected)
 
 

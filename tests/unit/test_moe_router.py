@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing against a slow reading of its definition; balance, capacity, and a layer on one rank."""
+"""Routing against a slow reading of its definition; balance, and a layer on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.moe import router as routers
 from shardwise.moe.activation import swiglu
-from shardwise.moe.dispatch import plan_dispatch
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Router, Routing
 
@@ -57,7 +56,7 @@ def test_each_token_goes_to_its_highest_scores(score: Any, normalise: bool) -> N
         expected = torch.tensor([2.5 * value for value in wanted])
         torch.testing.assert_close(routes.weights[token].detach(), expected)
     counts = torch.bincount(routes.experts.flatten(), minlength=EXPERTS)
-    assert routes.counts.tolist() == counts.tolist() and int(routes.dropped) == 0
+    assert routes.counts.tolist() == counts.tolist()
     assert router(torch.zeros_like(x)).experts.tolist() == [[0, 1]] * TOKENS, "of equal ones, these"
 
 
@@ -96,26 +95,28 @@ def test_the_products_of_a_gpu_are_those_of_fp32(monkeypatch: pytest.MonkeyPatch
 def test_the_balance_loss_is_zero_when_even_and_pushes_busy_experts_down() -> None:
     router = make(balance_loss=1.0)
     nn.init.zeros_(router.weight)
-    even = router(tokens())
+    even = router(tokens()).routes()
     assert abs(even.loss.item()) < 1e-6
     router = make(balance_loss=1.0)
     router.weight.data.mul_(0.1)
     router.weight.data[0] = 0.3  # expert 0 wants whatever has a positive sum
     x = tokens().abs()
-    before = router(x)
+    before = router(x).routes()
     assert before.loss > 0.2 and int(before.counts[0]) == TOKENS
     before.loss.backward()
     router.weight.data -= 0.5 * router.weight.grad
-    assert router(x).loss < before.loss
+    assert router(x).routes().loss < before.loss
 
 
 def test_losses_add_up_and_the_z_loss_is_the_mean_square() -> None:
     router = make(z_loss=0.25)
     logits = tokens() @ router.weight.T
     expected = 0.25 * logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(router(tokens()).loss, expected)
+    torch.testing.assert_close(router(tokens()).routes().loss, expected)
     both, balance = make(z_loss=0.25, balance_loss=2.0), make(balance_loss=2.0)
-    torch.testing.assert_close(both(tokens()).loss, expected + balance(tokens()).loss)
+    torch.testing.assert_close(
+        both(tokens()).routes().loss, expected + balance(tokens()).routes().loss
+    )
 
 
 def test_the_bias_evens_the_load_without_touching_weights() -> None:
@@ -128,7 +129,7 @@ def test_the_bias_evens_the_load_without_touching_weights() -> None:
         router.update_bias()
     last = router(x)
     assert last.counts.max() < 0.6 * first.counts.max()
-    assert last.loss.item() == 0
+    assert last.routes().loss.item() == 0
     scores = (x @ router.weight.T).sigmoid().gather(-1, last.experts)
     torch.testing.assert_close(last.weights, scores / scores.sum(-1, keepdim=True))
     assert "expert_bias" in router.state_dict() and "load" not in router.state_dict()
@@ -140,7 +141,7 @@ def test_the_bias_evens_the_load_without_touching_weights() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False, None])
 def test_choices_are_counted_once_whatever_is_computed_again(reentrant: bool | None) -> None:
-    router = make(bias_rate=0.5, capacity_factor=1.0)
+    router = make(bias_rate=0.5)
 
     def forward(x: Tensor) -> Tensor:
         return router(x).weights.square().sum()
@@ -156,39 +157,15 @@ def test_choices_are_counted_once_whatever_is_computed_again(reentrant: bool | N
             else:
                 checkpoint(forward, x, use_reentrant=reentrant).backward()
         counts = router.tally()
-        assert counts[:-1].sum() == 3 * TOKENS * CHOICES and counts[-1] > 0
+        assert counts.sum() == 3 * TOKENS * CHOICES
         before = router.expert_bias.clone()
         router.update_bias()
         assert not torch.equal(router.expert_bias, before) and not router.tally().any()
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.0, 1.5])
-def test_a_full_expert_drops_later_choices(factor: float) -> None:
-    router = make(capacity_factor=factor)
-    x = tokens()
-    routes, free = router(x), make()(x)
-    capacity = math.ceil(factor * TOKENS * CHOICES / EXPERTS)
-    taken = [0] * EXPERTS
-    assert routes.kept is not None
-    for token in range(TOKENS):
-        for choice in range(CHOICES):
-            expert = int(free.experts[token, choice])
-            kept = taken[expert] < capacity
-            taken[expert] += kept
-            assert bool(routes.kept[token, choice]) == kept
-            expected = free.weights[token, choice].item() if kept else 0.0
-            assert routes.weights[token, choice].item() == expected
-    assert routes.counts.tolist() == taken
-    assert int(routes.dropped) == TOKENS * CHOICES - sum(taken)
-    statistics = routes.statistics()
-    share = int(routes.dropped) / (TOKENS * CHOICES)
-    assert float(statistics["dropped_share"]) == pytest.approx(share)
-    assert statistics.keys() == {"load_max", "idle_share", "dropped_share"}
-
-
 def test_no_tokens_at_all() -> None:
-    router = make(balance_loss=1.0, z_loss=1.0, capacity_factor=1.0)
-    routes = router(tokens(0))
+    router = make(balance_loss=1.0, z_loss=1.0)
+    routes = router(tokens(0)).routes()
     assert routes.counts.tolist() == [0] * EXPERTS and routes.loss.item() == 0
     assert all(value.isfinite() for value in routes.statistics().values())
 
@@ -196,9 +173,9 @@ def test_no_tokens_at_all() -> None:
 def test_routing_that_cannot_work_is_refused_with_every_problem() -> None:
     with pytest.raises(ValueError, match="experts_per_token=9") as caught:
         Routing(
-            num_experts=4, experts_per_token=9, score="tanh", z_loss=-1, capacity_factor=0,  # type: ignore[arg-type]
+            num_experts=4, experts_per_token=9, score="tanh", z_loss=-1,  # type: ignore[arg-type]
         )  # fmt: skip
-    for part in ("'tanh'", "z_loss=-1", "capacity_factor=0"):
+    for part in ("'tanh'", "z_loss=-1"):
         assert part in str(caught.value)
 
 
@@ -232,13 +209,13 @@ def slow(moe: MixtureOfExperts, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"capacity_factor": 0.8}, {"shared": nn.Linear(HIDDEN, HIDDEN)}],
-    ids=["plain", "capacity", "shared"],
+    [{}, {"shared": nn.Linear(HIDDEN, HIDDEN)}],
+    ids=["plain", "shared"],
 )
 def test_the_layer_equals_token_by_token(options: Any) -> None:
     moe = layer(**options)
     x = tokens().requires_grad_()
-    out, routes = moe(x.view(4, 10, HIDDEN))
+    out, _ = moe(x.view(4, 10, HIDDEN))
     assert out.shape == (4, 10, HIDDEN)
     out.square().sum().backward()
     got = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
@@ -251,20 +228,6 @@ def test_the_layer_equals_token_by_token(options: Any) -> None:
     want = {name: parameter.grad for name, parameter in moe.named_parameters()} | {"x": x.grad}
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-3, msg=name)
-    if "capacity_factor" in options:
-        assert int(routes.dropped) > 0
-
-
-def test_dropped_rows_do_not_count_towards_the_bound_and_nan_does_not_spread() -> None:
-    """With a capacity the rows are as many as experts can take; padding rows weigh nothing."""
-    moe = layer(capacity_factor=0.5)
-    routes = moe.router(tokens())
-    plan = plan_dispatch(routes)
-    assert routes.capacity is not None
-    assert len(plan.order) == min(TOKENS * CHOICES, EXPERTS * routes.capacity)
-    assert int(plan.ends[-1]) == len(plan.order)
-    out, _ = moe(tokens())
-    assert out.isfinite().all()
 
 
 def test_training_is_the_same_with_evaluation_between() -> None:
@@ -305,23 +268,9 @@ def test_a_token_stays_within_its_best_groups() -> None:
     for options, said in (
         ({"groups": 4}, "groups=4 must divide num_experts=6"),
         ({"groups": 6}, "groups_per_token=1 of groups=6 must hold experts_per_token=2"),
-        ({"drop": "all"}, "drop='all': one of late, unlikely"),
     ):
         with pytest.raises(ValueError, match=said):
             routing(**options)
-
-
-def test_full_experts_drop_what_was_least_likely() -> None:
-    router = make(normalise=False, capacity_factor=0.5, drop="unlikely")
-    routes, free = router(tokens()), make(normalise=False)(tokens())
-    assert routes.capacity is not None and routes.kept is not None and int(routes.dropped) > 5
-    for expert in range(EXPERTS):
-        here = routes.experts == expert
-        kept, lost = free.weights[here & routes.kept], free.weights[here & ~routes.kept]
-        assert len(kept) == min(routes.capacity, int(here.sum())) == int(routes.counts[expert])
-        assert len(lost) == 0 or kept.min() >= lost.max()
-    late = make(normalise=False, capacity_factor=0.5)(tokens())
-    assert not torch.equal(late.kept, routes.kept) and int(late.dropped) == int(routes.dropped)
 
 
 def test_each_sequence_is_balanced_by_itself() -> None:
@@ -334,8 +283,9 @@ def test_each_sequence_is_balanced_by_itself() -> None:
         chosen = scores.topk(CHOICES).indices.flatten()
         shares = torch.bincount(chosen, minlength=EXPERTS) / len(chosen)
         expected.append(EXPERTS * (shares * chances).sum() - 1)
-    found = router(x, 10).loss
+    found = router(x).routes(10).loss
     torch.testing.assert_close(found, 0.5 * torch.stack(expected).mean())
-    assert not torch.isclose(found, router(x).loss, rtol=1e-3), "of one sequence of all tokens"
+    whole = router(x).routes().loss  # of one sequence of all tokens
+    assert not torch.isclose(found, whole, rtol=1e-3)
     found.backward()
     assert router.weight.grad is not None and router.weight.grad.abs().max() > 0

@@ -91,7 +91,6 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
         "keep_weights": {"keep_weights": "off", "strategy": "zero2"},
         r"model\.vocab_size": {"model": {"vocab_size": 512}},
         r"model\.z_coefficient": {"model": {"z_coefficient": 1e-4}},
-        r"model\.drop": {"model": {"num_experts": 4, "drop": "unlikely"}},
         r"model\.delay_expert_gradients": {"model": {"delay_expert_gradients": True}},
         r"model\.dim": {"module": "hf:folder", "model": {"context": 64, "dim": 64}},
     }
