@@ -103,21 +103,21 @@ class Rows(Shard):
         self.__dict__.update(cut=cut, rows=rows, last=last)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the rows of the same tensor alone: torch caches the placements of results, and
-        must not give one tensor the rows of another. Torch before 2.13 asks for ``Shard(0)`` when
-        it checks a new DTensor."""
+        """Equal to the same rows on the same ranks alone: torch caches the placements of results,
+        and must not give one tensor other rows. Torch before 2.13 asks for ``Shard(0)`` when it
+        checks a new DTensor."""
         if BEFORE_2_13 and sys._getframe(1).f_code.co_name == "_verify_shard_order":
             return not self != other
-        return isinstance(other, Rows) and self.cut is other.cut
+        return isinstance(other, Rows) and self.cut.matches(other.cut)
 
     def __ne__(self, other: object) -> bool:
         """No other than ``Shard(0)``, for torch's check of a new DTensor."""
         if isinstance(other, Rows):
-            return self.cut is not other.cut
+            return not self.cut.matches(other.cut)
         return not (type(other) is Shard and other.dim == 0)
 
     def __hash__(self) -> int:
-        return hash((Rows, id(self.cut)))
+        return hash((Rows, self.cut.shape, self.cut.sharded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return self  # a value

@@ -190,8 +190,8 @@ def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:
     for axis, placement in zip(over.mesh_dim_names, parameter.placements, strict=True):
         if axis in data and not placement.is_replicate():
             return (
-                f"{what}: axis '{axis}' is data-parallel here and cuts it already (perhaps by "
-                f"torch's fully_shard). Pass parameters that are replicated over {data}"
+                f"{what}. Expected Replicate on axis '{axis}', which is data-parallel here: "
+                f"perhaps torch's fully_shard has cut it. Pass parameters replicated over {data}"
             )
     try:
         tile = tile_of(parameter, mesh)

@@ -61,6 +61,12 @@ def check_types(
         wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
     if wrong:
         raise ValueError(f"{verb}: " + "; ".join(wrong))
+    twice = [type(module).__name__ for module in modules if unit_of(module) is not None]
+    if twice:  # as torch's own: it is the same mistake on every rank
+        raise AssertionError(
+            f"Each distinct composable distributed API can only be applied to a module once. "
+            f"{', '.join(twice)}: wrapped already"
+        )
 
 
 def wrapping_problems(job: Wrapping) -> list[str]:
@@ -95,8 +101,6 @@ def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
             "wrap the model outside, or use torch.no_grad()"
         )
     for module in roots:
-        if unit_of(module) is not None:
-            problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
         if isinstance(module, GroupedLinear):
             problems.append("a GroupedLinear is not called: wrap the GroupedMLP that it belongs to")
         bare = type(module).forward is nn.Module.forward

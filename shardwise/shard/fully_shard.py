@@ -204,6 +204,11 @@ def _axis_names(names: Any) -> list[str]:
 def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
     """``zero(3)`` on one axis, ``hsdp()`` on two; or the placements that ``dims`` describe."""
     if dims is None:
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: call its data-parallel "
+                f"axes dp_outer and dp, or pass placements with an entry for each axis"
+            )
         return zero(3) if mesh.ndim == 1 else hsdp()
     outer, inner = len(_axis_names(dims.replicate)), len(_axis_names(dims.shard))
     weights = [REPLICATE] * outer + [SHARD] * inner

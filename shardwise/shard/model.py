@@ -253,8 +253,9 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
         missing = [f"{name}.{x}" if name else x for g in unit.groups for x in g.without_values]
         if missing:
             raise RuntimeError(
-                f"parameters {missing} are on the meta device and have no values yet: call "
-                f"model.to_empty(device=...) and initialise or load them before the first forward"
+                f"FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {missing}. Call model.to_empty(device=...) "
+                f"and initialise or load them before the first forward"
             )
     in_fp8 = [unit for unit in units if unit.precision.format is not None]
     stored = [how for unit in in_fp8 for how in unit.stored.values()]

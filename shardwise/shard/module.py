@@ -61,8 +61,8 @@ class ShardedModule(FSDPModule):
         return module
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a wrapped module cannot be deep-copied: its parameters are views of shared buffers. "
+        raise AssertionError(
+            "FSDP does not support deepcopy: parameters are views of shared buffers. "
             "Copy the model before fully_shard (for an average of weights: AveragedModel(model), "
             "then wrap model and average.module alike), or load its state_dict into a second one"
         )

@@ -64,7 +64,7 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     found = {name: raised(call, ValueError) for name, call in cases.items()}
     assert "1" in found["hsdp on one axis"] and "zero" in found["hsdp on one axis"]
     assert "hsdp()" in found["zero on two axes"]
-    assert "mesh_dim_names" in found["unnamed"]
+    assert "1D or 2D" in found["unnamed"]
     assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
     assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
 
@@ -93,7 +93,7 @@ def test_ranks_in_another_order_than_their_groups(rank: int, world_size: int) ->
 def test_three_axes_need_placements_of_three(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     message = raised(lambda: sw.fully_shard(Block(), mesh=mesh), ValueError)
-    assert "3" in message
+    assert "1D or 2D" in message and "placements" in message
 
 
 def not_a_member(rank: int, world_size: int) -> str | None:
@@ -195,7 +195,7 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(rank: int, world_
         assert "'odd'" in message
         assert "linear" not in message
     assert "[0, 3]" in found["empty"] and "complex64" in found["complex"]
-    assert "axis 'dp' is data-parallel here and cuts it already" in found["dtensor"]
+    assert "Expected Replicate on axis 'dp'" in found["dtensor"]
     assert "float8" in found["float8"] and "DTensor" in found["dtensor"]
 
 

@@ -310,7 +310,7 @@ def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_si
         (narrow, "leaves nothing for some ranks"),
         (partial, "no weight is a partial sum"),
         (wrapped, "fully_shard already"),
-        (over_dp, "'dp' is data-parallel here and cuts it already"),
+        (over_dp, "Expected Replicate on axis 'dp'"),
         (unnamed, "name the axes"),
         (experts, "'weight' holds experts and is a DTensor over .*leave them out of parallelize"),
     ):
