@@ -49,7 +49,7 @@ from shardwise.checkpoint.table import Entry, Tile
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.core import comm
 from shardwise.core.layout import Shape
-from shardwise.shard.debugging import compare_replicas
+from shardwise.debugging import compare_replicas
 
 log = logging.getLogger(__name__)
 
