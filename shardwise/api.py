@@ -3,7 +3,7 @@
 
 from torch.distributed.fsdp import register_fsdp_forward_method, share_comm_ctx
 
-from shardwise.checkpoint import load, save
+from shardwise.checkpoint import LoadReport, load, save
 from shardwise.core import comm
 from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.core.memory import ledger
@@ -32,6 +32,7 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Grain",
+    "LoadReport",
     "Muon",
     "Partial",
     "Placements",

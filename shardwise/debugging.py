@@ -7,6 +7,7 @@
                                             gradients that are not finite, by name and rank
     after a step                            weights that are not finite, and replicas of a weight
                                             that are not the same bits
+    at a save                               replicas of weights and states that are not
 
 A step outside of this file compares nothing: the host exchanges a few bytes for each of these, and
 waits for the device.
@@ -72,6 +73,12 @@ def _watching(watch: _Watch) -> Iterator[None]:
             hook.remove()
 
 
+def compare_replicas(tensors: Mapping[str, Tensor]) -> None:
+    """Before a save, in ``debug`` only: raise on all ranks if replicas of a tensor differ."""
+    if isinstance(comm.observer, _Watch):
+        comm.observer.refuse_unlike(tensors.items())
+
+
 class _Watch:
     """Compares what ranks do, and looks at gradients and weights around a step."""
 
@@ -126,7 +133,7 @@ class _Watch:
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._refuse_broken("weight", ((p, p) for p in held))
-        self._refuse_unlike(held)
+        self.refuse_unlike((self._name(parameter), parameter) for parameter in held)
 
     def _tell_absent(self, absent: list[str], without: list[str]) -> None:
         everyone = comm.agree((absent, without), all_ranks())
@@ -157,12 +164,12 @@ class _Watch:
             more = f", and {len(found) - 8} more" if len(found) > 8 else ""
             raise RuntimeError(f"values that are not finite: {'; '.join(found[:8])}{more}")
 
-    def _refuse_unlike(self, held: Iterable[Any]) -> None:
-        """Raise on all ranks if replicas of a weight differ."""
+    def refuse_unlike(self, held: Iterable[tuple[str, Any]]) -> None:
+        """Raise on all ranks if replicas of a tensor differ."""
         mine = {
-            (self._name(parameter), _holders(parameter)): _checksum(parameter._local_tensor)
-            for parameter in held
-            if isinstance(parameter, DTensor)
+            (name, _holders(tensor)): _checksum(tensor._local_tensor)
+            for name, tensor in held
+            if isinstance(tensor, DTensor)
         }
         everyone = comm.agree(mine, all_ranks())
         for (name, holders), first in ((k, v) for theirs in everyone for k, v in theirs.items()):

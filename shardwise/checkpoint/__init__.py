@@ -10,10 +10,9 @@ from shardwise.checkpoint.errors import (
     DamagedError,
     MismatchError,
     SaveError,
-    UnsafeError,
 )
 from shardwise.checkpoint.exporting import export
-from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.loading import LoadReport, load
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import Verification, verify
 from shardwise.checkpoint.saving import save
@@ -22,11 +21,11 @@ from shardwise.checkpoint.store import Store, valid_checkpoints
 __all__ = [
     "CheckpointError",
     "DamagedError",
+    "LoadReport",
     "Manifest",
     "MismatchError",
     "SaveError",
     "Store",
-    "UnsafeError",
     "Verification",
     "export",
     "load",

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A save in progress, from the temporary directory to the rename, over any number of ranks.
 
-    rank 0   tensors, fsync | done-00000.json | ... sees every done-* | .metadata, manifest | rename
-    rank 1   tensors, fsync | done-00001.json | ............... waits for the rename ............. |
+    rank 0   tensors, fsync | done-00000 | lists until all are done | manifest | rename | end
+    rank 1   tensors, fsync | done-00001 | ............. looks for the end .............. |
 
 Ranks communicate through files in the directory. A collective from the background thread would mix
 with the collectives of training on the main thread. A second communicator would keep them apart,
 but it needs sockets or another NCCL, for an event every few minutes whose data are on a shared file
 system anyway. Without collectives, no rank can hang another.
 
-A rank that fails renames its ``writing-*`` to ``failed-*`` (which takes no space on a full disk).
-If it could not even make that file, it renames the whole directory. The other ranks see this and
-stop. The launcher or the timeout notices a rank that dies.
+Rank 0 alone lists the directory. The others look for one name, the end: the published checkpoint
+without the mark of rank 0, or a file ``end`` with the reason and the rank of a failure. A rank that
+fails renames its mark ``writing-*`` to ``failed-*``, which takes no space on a full disk, and rank
+0 writes the end. If a rank could not even make its mark, it renames the whole directory.
 
 The name of a temporary directory contains the process that made it. No process removes the
 directory of a process that still runs:
@@ -36,22 +37,24 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.errors import CheckpointError, SaveError
-from shardwise.checkpoint.files import naming, sync_directory
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.errors import SaveError
+from shardwise.checkpoint.files import naming, rank_file, sync_directory
 
 log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 60.0  # how long a rank waits for the others after its main thread has ended
-_LONGEST_PAUSE = 0.1
+_LONGEST_PAUSE = 2.0
+_LATE_NAME = 3.0  # seconds until every file system shows a new name
 _REASON_BYTES = 1024  # reserved for the reason of a failure: the disk may be full by then
 GIVEN_UP = "was given up by another rank"  # the error of that rank has the reason
+END = "end"
+MARK = "writing-00000"  # of rank 0: stays until the new name of the checkpoint is on the disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,104 +62,124 @@ class Attempt:
     """A save in progress, as one rank sees it."""
 
     folder: Path  # the temporary directory
-    finals: Callable[[], Iterable[Path]]  # names for the checkpoint: the first free one is taken
+    final: Path  # the name of the checkpoint
     rank: int
     world_size: int
-    timeout: float
+    timeout: float  # seconds that rank 0 waits for the others
 
     @property
     def identity(self) -> str:
         return self.folder.name
 
+    def failed(self, reason: str) -> str:
+        return f"the save {self.identity} has failed: {reason}"
+
     def begin(self) -> None:
-        with naming(self._marker("writing")) as marker:
-            marker.write_bytes(b" " * _REASON_BYTES)
+        with naming(self._mark) as mark:
+            mark.write_bytes(b" " * _REASON_BYTES)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed. The reason is written before the file gets
         the name that they look for, so they can always read the reason. ``begin`` has reserved the
         space for it, in case the disk is full."""
-        writing = self._marker("writing")
-        with contextlib.suppress(OSError), writing.open("r+b", buffering=0) as file:
-            file.write(f"{type(error).__name__}: {error}".encode())
-        try:
-            writing.replace(self._marker("failed"))
-        except OSError:  # there is no marker: rename the directory away from the other ranks
+        text = f"{type(error).__name__}: {error}"
+        if not self._done.exists():  # make room for the next save; with it, rank 0 may publish
             with contextlib.suppress(OSError):
-                os.rename(self.folder, temporary(self.folder, "trash"))
+                (self.folder / rank_file(self.rank)).unlink()
+        if self.rank == 0:
+            text = str(error) if isinstance(error, SaveError) else self.failed(f"rank 0: {text}")
+        folder = self.final if self.rank == 0 and not self.folder.exists() else self.folder
+        mark = folder / self._mark.name
+        with contextlib.suppress(OSError), mark.open("r+b", buffering=0) as file:
+            file.write(text.encode()[:_REASON_BYTES])
+        try:
+            mark.replace(folder / (END if self.rank == 0 else f"failed-{self.rank:05d}"))
+        except OSError:  # there is no mark: rename the directory away from the other ranks
+            if self.world_size > 1:
+                with contextlib.suppress(OSError):
+                    os.rename(self.folder, temporary(self.folder, "trash"))
 
     def done(self, part: dict[str, Any]) -> None:
-        """Tell rank 0 that the files of this rank are on the disk. ``part`` lists them."""
-        final = self._done(self.rank)
-        with naming(final.with_suffix(".partial")) as partial:
-            partial.write_text(json.dumps(part))
-        partial.replace(final)  # so that rank 0 never reads half of the file
+        """Tell rank 0 that the file of this rank is on the disk."""
+        with naming(self._done.with_suffix(".partial")) as partial:
+            partial.write_text(json.dumps(part, separators=(",", ":")))
+        partial.replace(self._done)  # so that rank 0 never reads half of the file
 
     def parts(self) -> list[dict[str, Any]]:
         """Wait until all ranks are done; return their parts (rank 0)."""
-        ranks = range(self.world_size)
-        waiting = set(ranks)
-        for names in self._watch(lambda: f"ranks {sorted(waiting)} to write their part"):
-            waiting.difference_update([r for r in waiting if self._done(r).name in names])
-            if not waiting:
-                return [json.loads(self._done(rank).read_text()) for rank in ranks]
+        missing = {f"done-{rank:05d}": rank for rank in range(self.world_size)}
+
+        def waiting() -> str:
+            ranks = list(missing.values())
+            return f"ranks {ranks if len(ranks) < 20 else f'{ranks[:20]}...'} to write their part"
+
+        for _ in self._again(waiting, self.timeout):
+            try:
+                names = os.listdir(self.folder)
+            except FileNotFoundError:
+                break
+            if failed := sorted(name for name in names if name.startswith("failed-")):
+                raise SaveError(self.failed(self._reasons(failed)))
+            for name in names:
+                missing.pop(name, None)
+            if not missing:
+                done = (self.folder / f"done-{rank:05d}" for rank in range(self.world_size))
+                return [json.loads(file.read_text()) for file in done]
         raise SaveError(f"the save {self.identity} {GIVEN_UP}")
 
     def publish(self, write_manifest: Callable[[], None]) -> Path:
-        """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync."""
+        """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync, end."""
         for entry in self.folder.iterdir():
-            if entry.name.startswith(("done-", "writing-")):
+            if entry.name.startswith(("done-", "writing-")) and entry.name != MARK:
                 entry.unlink()
         sync_directory(self.folder)  # the names of all ranks' files
         write_manifest()
         sync_directory(self.folder)
-        for final in self.finals():
-            if is_taken(final):
-                continue
-            try:
-                os.rename(self.folder, final)
-            except OSError:
-                if is_taken(final):  # another process was quicker
-                    continue
-                raise
-            sync_directory(final.parent)
-            return final
-        raise SaveError(
-            f"{next(iter(self.finals()))} exists already and is not overwritten: remove it, or "
-            f"save to another place"
-        )
+        if is_taken(self.final):
+            raise SaveError(f"{self.final} exists already and is not overwritten: save elsewhere")
+        os.rename(self.folder, self.final)
+        try:
+            sync_directory(self.final.parent)
+            (self.final / MARK).unlink()
+        except OSError as error:  # the name may be lost in a power failure: nobody may count on it
+            self.fail(error)
+            os.rename(self.final, temporary(self.final, "trash"))
+            raise
+        return self.final
 
     def outcome(self) -> Path:
-        """Wait until rank 0 has renamed the directory; return its new path (the other ranks)."""
-        for _ in self._watch(lambda: "rank 0 to finish the checkpoint"):
-            pass
-        for final in self.finals():
-            with contextlib.suppress(CheckpointError):
-                if Manifest.read(final).identity == self.identity:
-                    return final
-        raise SaveError(
-            f"the save {self.identity} was given up: its directory is gone and no checkpoint "
-            f"was published; the error of rank 0 has the reason"
-        )
+        """Wait until rank 0 has published the checkpoint; return its path (the other ranks)."""
+        late = 1.25 * self.timeout + 5  # rank 0 names the ranks that are missing
+        gone = None
+        for _ in self._again(lambda: "rank 0 to finish the checkpoint", late):
+            self._raise_end(self.folder)
+            if self.folder.exists():
+                continue
+            self._raise_end(self.final)
+            if (self.final / MARK).exists():
+                continue
+            if self.final.is_dir():
+                return self.final
+            gone = gone or time.monotonic()
+            if time.monotonic() - gone > _LATE_NAME:
+                break
+        raise SaveError(f"the save {self.identity} {GIVEN_UP}: its directory is gone")
 
-    # ------------------------------------------------------------------ watching the directory
+    def _raise_end(self, folder: Path) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            raise SaveError((folder / END).read_text(errors="replace").strip())
 
-    def _watch(self, what: Callable[[], str]) -> Iterator[set[str]]:
-        """Yield the names in the directory again and again, until the directory is gone."""
+    # ------------------------------------------------------------------ waiting
+
+    def _again(self, what: Callable[[], str], timeout: float) -> Iterator[None]:
+        """Yield again and again, after longer and longer pauses, until the deadline."""
         began, pause, leaving = time.monotonic(), 0.001, None
         while True:
-            try:
-                names = set(os.listdir(self.folder))
-            except FileNotFoundError:
-                return
-            failed = sorted(name for name in names if name.startswith("failed-"))
-            if failed:
-                raise SaveError(f"the save {self.identity} has failed: {self._reasons(failed)}")
-            yield names
+            yield
             now = time.monotonic()
             if leaving is None and not threading.main_thread().is_alive():
                 leaving = now
-            if now - began > self.timeout or (leaving and now - leaving > EXIT_SECONDS):
+            if now - began > timeout or (leaving and now - leaving > EXIT_SECONDS):
                 raise SaveError(
                     f"waited {now - began:.0f} s in vain for {what()} ({self.folder}): see whether "
                     f"that rank is alive, and whether all ranks see this folder"
@@ -174,11 +197,13 @@ class Attempt:
             reasons.append(f"rank {number}: {text or 'no reason could be written'}")
         return "; ".join(reasons)
 
-    def _marker(self, word: str) -> Path:
-        return self.folder / f"{word}-{self.rank:05d}"
+    @property
+    def _done(self) -> Path:
+        return self.folder / f"done-{self.rank:05d}"
 
-    def _done(self, rank: int) -> Path:
-        return self.folder / f"done-{rank:05d}.json"
+    @property
+    def _mark(self) -> Path:
+        return self.folder / f"writing-{self.rank:05d}"
 
 
 def is_taken(path: Path) -> bool:

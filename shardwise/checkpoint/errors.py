@@ -17,11 +17,7 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """Bytes are missing, or differ from those that shardwise wrote: use an older checkpoint."""
-
-
-class UnsafeError(DamagedError):
-    """A file contains more than numbers: code to run, or a path outside. Never load it."""
+    """Bytes are missing, or are not what shardwise writes: use an older checkpoint."""
 
 
 class MismatchError(CheckpointError):
@@ -32,7 +28,7 @@ class SaveError(RuntimeError):
     """A save has failed; earlier checkpoints are untouched."""
 
 
-_KINDS = {kind.__name__: kind for kind in (DamagedError, UnsafeError, MismatchError, SaveError)}
+_KINDS = {kind.__name__: kind for kind in (DamagedError, MismatchError, SaveError)}
 
 
 def joint_error(kinds: set[str], text: str) -> Exception:
@@ -46,8 +42,7 @@ def joint_error(kinds: set[str], text: str) -> Exception:
         kind = _KINDS.get(name)
         prefix = "" if kind or name == "CheckpointError" else f"{name}: "
         return (kind or CheckpointError)(prefix + text)
-    damaged = kinds & {"DamagedError", "UnsafeError"}
-    return DamagedError(text) if damaged else CheckpointError(text)
+    return DamagedError(text) if "DamagedError" in kinds else CheckpointError(text)
 
 
 def ranks_with_data() -> comm.Axis:

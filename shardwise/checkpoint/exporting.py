@@ -27,8 +27,7 @@ from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import write_file
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Checkpoint, compare_bytes
-from shardwise.checkpoint.state import model_key
+from shardwise.checkpoint.reading import Checkpoint, Sizes, compare_bytes
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import hf_config, hf_tensors
@@ -72,7 +71,7 @@ def export(
         raise CheckpointError(f"{target} exists already: remove it or choose another directory")
     manifest = Manifest.read(source)
     compare_bytes(source, manifest)
-    checkpoint = Checkpoint.open(source, manifest)
+    checkpoint = Checkpoint(source, manifest)
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype, end_token)
     converter = _Converter(checkpoint, convert, dtype)
@@ -109,7 +108,7 @@ def _as_gpt(
         config = hf_config(model, dtype=dtype_name(dtype), end_token=end_token)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    orders = checkpoint.values["extra_states"]
+    orders = checkpoint.manifest.extra_states
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
@@ -121,8 +120,14 @@ def _as_gpt(
 
 
 def _model_names(checkpoint: Checkpoint) -> list[str]:
-    keys = (key for key in checkpoint.index if key.startswith("model."))
-    return sorted(key.removeprefix("model.") for key in keys)
+    """The names of all parameters and buffers; of experts, one for each."""
+    manifest, names = checkpoint.manifest, []
+    for key in manifest.tensors:
+        if key.startswith("model."):
+            name = key.removeprefix("model.")
+            count = manifest.experts.get(name)
+            names += [name] if count is None else [f"{name}{index}" for index in range(count)]
+    return sorted(names)
 
 
 class _Converter:
@@ -142,14 +147,14 @@ class _Converter:
 
     def sketch(self, name: str) -> dict[str, Tensor]:
         """The results of one tensor, on the meta device."""
-        entry = self._checkpoint.index[model_key(name)]
-        return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        shape, dtype = _sizes(self._checkpoint, name)
+        return self._apply(name, torch.empty(shape, dtype=dtype, device="meta"))
 
     def read(self, name: str) -> dict[str, Tensor]:
-        tensor = self._checkpoint.read_whole(model_key(name))
+        tensor = self._checkpoint.read_whole(name)
         stem = name.removesuffix(".weight")
         if f"{stem}{_LORA[0]}" in self._products:  # a trained product of low rank: add it
-            a, b = (self._checkpoint.read_whole(model_key(stem + last)) for last in _LORA)
+            a, b = (self._checkpoint.read_whole(stem + last) for last in _LORA)
             tensor = tensor + self._scale * (b @ a)
         return self._apply(name, tensor)
 
@@ -182,13 +187,16 @@ def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The dtype that a parameter had before it was wrapped, or the stored dtype if unknown."""
-    dtypes = checkpoint.values.get("dtypes", {})
-    if not isinstance(dtypes, dict):
-        raise CheckpointError(
-            f"{checkpoint.path}: 'dtypes' of its state is a {type(dtypes).__name__}"
-        )
-    before = dtypes.get(name)
-    return dtype_of(before, name) if before else checkpoint.index[model_key(name)].dtype
+    for one in checkpoint.manifest.names(name):
+        if before := checkpoint.manifest.dtypes.get(one):
+            return dtype_of(before, name)
+    return _sizes(checkpoint, name).dtype
+
+
+def _sizes(checkpoint: Checkpoint, name: str) -> Sizes:
+    sizes = checkpoint.sizes(name)
+    assert sizes is not None, name
+    return sizes
 
 
 def _assign_files(converter: _Converter, max_file_bytes: int) -> list[list[str]]:

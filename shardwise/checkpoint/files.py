@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint: hashed while written, and read only if regular and of the listed size.
 
-    torch.save --> write(bytes) --+--> sha256
-                                  +--> file --> flush, fsync, close --> File(name, size, sha256)
+    header, tensors --> write(bytes) --+--> sha256
+                                       +--> file --> flush, fsync, close --> name, size, sha256
 
-No file is read again for its hash.
+No file is read again for its hash. Tensors are in safetensors files, which any reader of that
+format opens. The library can't hash while it writes, so the header is made here:
+
+    | 8 bytes: its length | {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    |                        "__metadata__": {...}} | the bytes of the tensors, one after another |
 """
 
 from __future__ import annotations
@@ -12,20 +16,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
-import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
+import torch
+from torch import Tensor
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
-_HEAD = 1 << 12  # bytes: an archive of torch has fewer before its numbers
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
+from shardwise.checkpoint.values import DAMAGE, parse_json
+
+MAX_HEADER_BYTES = 100_000_000  # as in the library
 _LARGE = 1 << 20  # bytes: a larger write is hashed in a second thread
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class File:
     sha256: str
 
 
-class HashedFile(io.RawIOBase):
+class HashedFile:
     """A new file to write to. ``record`` is set when the context ends without an error."""
 
     record: File
@@ -48,13 +59,9 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
-        self.head = bytearray()  # the first bytes written since a caller emptied it
-        self._write_error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        if len(self.head) < _HEAD:
-            self.head += view.cast("B")[:_HEAD]
         try:
             if view.nbytes < _LARGE:
                 self._hash.update(view)
@@ -68,28 +75,18 @@ class HashedFile(io.RawIOBase):
                     hashing.join()
         except OSError as error:
             error.filename = str(self._path)
-            self._write_error = error
             raise
         self._size += view.nbytes
         return view.nbytes
 
-    def tell(self) -> int:
-        return self._size
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        """Do nothing: torch.save flushes after every tensor, the context once, at its end."""
+    def __enter__(self) -> HashedFile:
+        return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:
             with contextlib.suppress(OSError):  # the first error is raised
                 self._file.close()
             self._remove()
-            if self._write_error is not None and self._write_error is not error:
-                # torch.save turns a full disk into an error about positions in its archive.
-                raise self._write_error from error
             return
         try:
             with self._file:
@@ -136,13 +133,6 @@ def sync_directory(path: Path) -> None:
 # ------------------------------------------------------------------------------ reading
 
 
-def check_name(name: Any, where: str) -> str:
-    """The name if it is a plain file name without folders, else an ``UnsafeError``."""
-    if type(name) is not str or not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
-        raise UnsafeError(f"{where} names the file {shown(name)}, which is no plain file name")
-    return name
-
-
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
     """Open a regular file for reading; yield the file and its size. Other files, such as pipes, are
@@ -161,7 +151,7 @@ def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
 
 def _check_regular(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise UnsafeError(f"{path} is no regular file")
+        raise DamagedError(f"{path} is no regular file")
     return status.st_size
 
 
@@ -177,7 +167,7 @@ def read_small(path: Path, limit: int) -> bytes:
 @contextlib.contextmanager
 def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
     """Open a file of the manifest for reading: a regular file of the listed size, no link."""
-    path = folder / check_name(file.name, str(folder))
+    path = folder / file.name
     try:
         with open_regular(path) as (stream, size):
             if size != file.size:
@@ -187,23 +177,14 @@ def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
         raise DamagedError(f"{path}: {error.strerror}; it is in the manifest") from error
 
 
-def read_listed(folder: Path, file: File, limit: int) -> bytes:
-    """The contents of a small file, checked against its sha256."""
-    if file.size > limit:
-        raise DamagedError(f"{folder / file.name} is longer than the limit of {limit} bytes")
-    with open_listed(folder, file) as stream:
-        data = stream.read(file.size + 1)
-    if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise DamagedError(_not_as_written(folder, file))
-    return data
-
-
 def check_bytes(folder: Path, file: File) -> None:
     """Read a file of any size and compare its sha256."""
     with open_listed(folder, file) as stream:
         digest = hashlib.file_digest(stream, "sha256")
     if digest.hexdigest() != file.sha256:
-        raise DamagedError(_not_as_written(folder, file))
+        raise DamagedError(
+            f"{folder / file.name} is damaged: its sha256 differs from that of the bytes written"
+        )
 
 
 def check_size(folder: Path, file: File) -> None:
@@ -212,5 +193,88 @@ def check_size(folder: Path, file: File) -> None:
         pass
 
 
-def _not_as_written(folder: Path, file: File) -> str:
-    return f"{folder / file.name} is damaged: its sha256 differs from that of the bytes written"
+# ------------------------------------------------------------------------------ safetensors
+
+_LABELS = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+def form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The dtype and the shape with which a tensor stands in a file. A complex number is a pair, and
+    the format does not know some dtypes of torch: their bytes are stored."""
+    if dtype.is_complex:
+        return _LABELS[dtype.to_real()], [*shape, 2]
+    if dtype in _LABELS:
+        return _LABELS[dtype], list(shape)
+    return "U8", [*shape, dtype.itemsize]
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> File:
+    """Write a safetensors file; it is on the disk when this returns. A tensor at a time is copied
+    to host memory, if it is elsewhere."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        label, shape = form(tensor.dtype, tensor.shape)
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": label, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: the names of {len(tensors)} tensors need {len(text)} bytes")
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+            if host.numel():
+                file.write(host.reshape(-1).view(torch.uint8).numpy())
+    return file.record
+
+
+class Stored(NamedTuple):
+    """The bytes of a tensor in a file."""
+
+    dtype: str
+    begin: int
+    end: int
+
+
+def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[dict[str, Stored], Any]:
+    """The tensors of a safetensors file by name, and its metadata. None lies outside the file.
+
+    Call ``check_bytes`` before: a header is believed as the manifest is."""
+    try:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(file.size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length} bytes")
+        header = parse_json(stream.read(length), where)
+        metadata = header.pop("__metadata__", {})
+        found, at = {}, 8 + length
+        for name, value in header.items():  # in the order of the file, no byte twice
+            begin, end = (8 + length + offset for offset in value["data_offsets"])
+            if begin != at or end < begin:
+                raise ValueError(f"{shown(name)} does not begin where the tensor before it ends")
+            found[name], at = Stored(value["dtype"], begin, end), end
+        if at != file.size:
+            raise ValueError(f"its tensors end at byte {shown(at)} of {file.size}")
+        return found, metadata
+    except DamagedError:
+        raise
+    except DAMAGE as error:
+        raise DamagedError(f"{where} is not what shardwise writes: {error}") from error

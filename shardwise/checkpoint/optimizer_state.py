@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError, shown
-from shardwise.checkpoint.index import Entry
+from shardwise.checkpoint.manifest import OptimizerValues, state_key
 from shardwise.checkpoint.pieces import Stack
-from shardwise.checkpoint.reading import Checkpoint
-from shardwise.checkpoint.state import State, state_key, tensor_problems
+from shardwise.checkpoint.reading import Checkpoint, Sizes
+from shardwise.checkpoint.state import State, tensor_problems
 from shardwise.checkpoint.values import encode
 from shardwise.core.compat import tree_leaves
 from shardwise.core.layout import Shape
@@ -88,8 +88,8 @@ def _own_values_as_gradients(parameters: list[Tensor]) -> Iterator[None]:
             buffer.waiting = items
 
 
-def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
-    """Add the optimizer's tensors to ``state``; return its other values in the form of a save."""
+def add_optimizer(state: State, optimizer: Optimizer) -> OptimizerValues:
+    """Add the optimizer's tensors to ``state``; return its other values, by parameter."""
     if isinstance(optimizer, ShardedOptimizer) and optimizer.half_step is not None:
         state.problems.append(optimizer.half_step)
     create_state(optimizer)
@@ -99,21 +99,21 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
         for key, value in optimizer.state.items()
         if not isinstance(key, Tensor) and value
     ]
+    rows = [_options(group) for group in optimizer.param_groups]
+    parameters: dict[str, int] = {}
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
-    groups = []
     for index, group in enumerate(optimizer.param_groups):
-        names: list[str] = []
         for parameter in group["params"]:
             name = state.names.get(id(parameter))
             if name is None:
                 state.problems.append(_unknown_parameter(f"group {index} of the", parameter))
                 continue
-            names += state.stored_names(name)
+            parameters |= dict.fromkeys(state.stored_names(name), index)
             states = optimizer.state.get(parameter, {})
             for key, value in states.items():
                 stack, stored = _state_stack(state, name, key, states)
-                for stored_name in stack.everywhere if stack is not None else (name,):
+                for stored_name in stack.stored if stack is not None else (name,):
                     if isinstance(value, Tensor):
                         tensors.setdefault(stored_name, []).append(stored)
                     else:
@@ -126,10 +126,22 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                     state.add_state(name, key, value, stack, stored)
                     state.problems += tensor_problems(full, value)
                     state.problems += _expert_problem(full, stack, value)
-        options, texts = _options(group)
-        groups.append({"parameters": names, "options": options, "described": texts})
-    kind = type(optimizer).__name__
-    return {"class": kind, "groups": groups, "scalars": scalars, "tensors": tensors}
+    for where, part in (("options", [row for row, _ in rows]), ("scalars", scalars)):
+        try:
+            encode(part, f"the optimizer's {where}")
+        except CheckpointError as error:
+            state.problems.append(str(error))
+    table: dict[tuple[str, ...], int] = {}
+    found = {name: table.setdefault(tuple(keys), len(table)) for name, keys in tensors.items()}
+    return OptimizerValues(
+        kind=type(optimizer).__name__,
+        options=[options for options, _ in rows],
+        described=[texts for _, texts in rows],
+        parameters=parameters,
+        states=[list(keys) for keys in table],
+        tensors=found,
+        scalars=scalars,
+    )
 
 
 def _state_stack(
@@ -139,15 +151,6 @@ def _state_stack(
     which the state is stored."""
     stack = state.stacks.get(name)
     return (None, key) if stack is None else stack.state(key, states)
-
-
-def described(optimizer: Optimizer) -> dict[str, Any]:
-    """The class and the options of the groups for the manifest; objects as text."""
-    groups = []
-    for group in optimizer.param_groups:
-        options, texts = _options(group)
-        groups.append({**options, **texts, "num_parameters": len(group["params"])})
-    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 def _unknown_parameter(where: str, parameter: Tensor) -> str:
@@ -212,7 +215,7 @@ class OptimizerLoad:
 
     def compare(self) -> None:
         """Fill ``problems``; if there are none, plan the writes."""
-        saved = self._checkpoint.values["optimizer"]
+        saved = self._checkpoint.manifest.optimizer
         if saved is None:
             self.problems.append(
                 "it holds no optimizer state: load with optimizer=None, or save with one"
@@ -226,21 +229,23 @@ class OptimizerLoad:
                 if name is None:
                     self.problems.append(_unknown_parameter("the", parameter))
                     continue
-                expected |= {*self._state.stored_names(name)}
+                stack = self._state.stacks.get(name)
+                for one in (name, *stack.everywhere) if stack else (name,):
+                    expected |= {*self._checkpoint.manifest.names(one)}
                 self.problems += self._state_problems(name, parameter, saved)
-        stored = set(saved["tensors"]) | set(saved["scalars"])
+        stored = saved.tensors.keys() | saved.scalars.keys()
         for name in sorted(stored - expected - self._state.tied.keys()):
             self.problems.append(f"unexpected in it: optimizer state of '{name}'")
         if not self.problems:
             self._plan_groups(saved)
-        classes = {saved["class"], self._kind}
+        classes = {saved.kind, self._kind}
         if not self.problems and len(classes) > 1 and not classes <= _SAME_STEPS:
             warn_once(
                 log,
                 "the optimizer is a %s, and its states were saved by a %s, which may compute other "
                 "steps: states with equal names were loaded",
                 self._kind,
-                shown(saved["class"]),
+                shown(saved.kind),
             )
 
     def write(self) -> None:
@@ -262,34 +267,41 @@ class OptimizerLoad:
 
     # ------------------------------------------------------------------ states
 
-    def _state_problems(self, name: str, parameter: Tensor, saved: Any) -> list[str]:
+    def _saved_states(self, name: str) -> tuple[set[str], dict[str, Any]]:
+        """The keys of the saved states of a parameter that are tensors, and the other states."""
+        saved = self._checkpoint.manifest.optimizer
+        assert saved is not None
+        tensors: set[str] = set()
+        scalars: dict[str, Any] = {}
+        for one in self._checkpoint.manifest.names(name):
+            tensors |= {*(saved.states[saved.tensors[one]] if one in saved.tensors else ())}
+            scalars |= saved.scalars.get(one, {})
+        return tensors, scalars
+
+    def _state_problems(self, name: str, parameter: Tensor, saved: OptimizerValues) -> list[str]:
         """Compare one parameter's state; create the state if this optimizer has none yet."""
         stack = self._state.stacks.get(name)
         stored = self._state.stored_name(name)
-        tensors = saved["tensors"].get(stored, [])
-        scalars = saved["scalars"].get(stored, {})
+        tensors, scalars = self._saved_states(stored)
         saved_keys = {*tensors, *scalars}
         states: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        for expert in stack.here if stack else ():
-            other_tensors = saved["tensors"].get(expert, [])
-            other_scalars = saved["scalars"].get(expert, {})
-            if other_scalars != scalars or set(other_tensors) != set(tensors):
-                other_keys = sorted({*other_tensors, *other_scalars})
+        for expert in stack.here[1:] if stack else ():
+            others = self._saved_states(expert)
+            if others != (tensors, scalars):
                 return [
-                    f"optimizer state of '{expert}': {other_keys or 'none'} in the checkpoint, and "
-                    f"{sorted(saved_keys) or 'none'} of '{stored}', or other numbers; '{name}' "
-                    f"here has one state for all of its experts"
+                    f"optimizer state of '{expert}': {sorted({*others[0], *others[1]}) or 'none'} "
+                    f"in the checkpoint, and {sorted(saved_keys) or 'none'} of '{stored}', or "
+                    f"other numbers; '{name}' here has one state for all of its experts"
                 ]
-        index = self._checkpoint.index
         if not states and saved_keys:
             # This optimizer creates its states later, or never for this parameter.
             states = {
-                key: _new_state(parameter, key, index[state_key(stored, key)], stack)
-                for key in tensors
+                key: _new_state(parameter, key, self._checkpoint.sizes(stored, key), stack)
+                for key in sorted(tensors)
             }
             states |= scalars
             self._writes.append(partial(self._optimizer.state.__setitem__, parameter, states))
-        elif states and not saved_keys and saved["class"] == self._kind:
+        elif states and not saved_keys and saved.kind == self._kind:
             # The parameter had no state when it was saved, as in a new optimizer.
             self._writes.append(partial(self._optimizer.state.__setitem__, parameter, {}))
             return []
@@ -298,7 +310,7 @@ class OptimizerLoad:
         if keys != saved_keys:
             return [
                 f"optimizer state of '{name}': {sorted(saved_keys) or 'none'} from "
-                f"{saved['class']} in the checkpoint, {sorted(keys) or 'none'} in this {self._kind}"
+                f"{saved.kind} in the checkpoint, {sorted(keys) or 'none'} in this {self._kind}"
             ]
         problems = []
         for key, place in places.items():
@@ -314,27 +326,28 @@ class OptimizerLoad:
     def _tensor_problems(
         self, name: str, key: str, value: Any, parameter: Tensor, stack: Stack | None, stored: str
     ) -> list[str]:
-        full, index = state_key(name, key), self._checkpoint.index
+        full = state_key(name, key)
         if not isinstance(value, Tensor):
             return [f"'{full}' is a tensor in the checkpoint and a number here"]
         self._state.add_state(name, key, value, stack, stored)
+        checkpoint = self._checkpoint
         if stack is None:
-            return differences(full, index[full], tuple(value.shape), value.dtype)
+            saved = checkpoint.sizes(name, stored)
+            return differences(full, saved, tuple(value.shape), value.dtype)
         problems = []
-        shape, orders = stack.stored_shape(value.shape), self._checkpoint.values["extra_states"]
-        parameter_shape = self._state.stacks[name].stored_shape(tuple(parameter.shape))
+        shape, orders = stack.expert_shape(tuple(value.shape)), checkpoint.manifest.extra_states
+        parameter_shape = self._state.stacks[name].expert_shape(tuple(parameter.shape))
         if stack.reorders(orders) and shape not in ((), parameter_shape):
             problems.append(
                 f"'{full}' has shape {list(value.shape)}, not that of its parameter. Gate and up "
                 f"have another order in the checkpoint, and it is unknown which rows of this state "
                 f"belong to gate: load into a module with that order"
             )
-        entries = [index[state_key(expert, stored)] for expert in stack.here]
-        for expert, entry in zip(stack.here, entries, strict=True):
-            problems += differences(state_key(expert, stored), entry, shape, value.dtype)
-        if len(entries) > 1 and not shape:
-            chunks = [chunk for entry in entries for chunk in entry.chunks]
-            counts = {float(count) for _, count in self._checkpoint.read(chunks)}
+        for expert in stack.here:
+            found = checkpoint.sizes(expert, stored)
+            problems += differences(state_key(expert, stored), found, shape, value.dtype)
+        if len(stack.here) > 1 and not shape and not problems:
+            counts = {float(checkpoint.read_whole(expert, stored)) for expert in stack.here}
             if len(counts) > 1:
                 problems.append(
                     f"'{key}' of the experts of '{name}' in the checkpoint: {sorted(counts)}, and "
@@ -345,37 +358,22 @@ class OptimizerLoad:
 
     # ------------------------------------------------------------------ groups
 
-    def _plan_groups(self, saved: dict[str, Any]) -> None:
-        by_name = {name: group for group in saved["groups"] for name in group["parameters"]}
-        groups = self._optimizer.param_groups
-        sources: list[dict[int, dict[str, Any]]] = []  # for each group here, saved groups by id
-        for group in groups:
-            sources.append({})
+    def _plan_groups(self, saved: OptimizerValues) -> None:
+        """A group takes the options that all of its parameters were saved with."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            rows = set()
             for parameter in group["params"]:
                 name = self._state.stored_name(self._state.names[id(parameter)])
-                if (source := by_name.get(name)) is not None:
-                    sources[-1][id(source)] = source
-                    self._plan_momentum(parameter, name, group, source["options"])
-        for index, (group, saved_groups) in enumerate(zip(groups, sources, strict=True)):
-            for source in saved_groups.values():
-                _warn_of_objects(index, group, source["described"])
-            related = [
-                other
-                for other, its_sources in zip(groups, sources, strict=True)
-                if not saved_groups.keys().isdisjoint(its_sources)
-            ]
-            options = [source["options"] for source in saved_groups.values()]
-            self._plan_options(index, group, options, related)
+                for one in self._checkpoint.manifest.names(name):
+                    if (row := saved.parameters.get(one)) is not None:
+                        rows.add(row)
+                        self._plan_momentum(parameter, name, group, saved.options[row])
+                        break
+            for row in sorted(rows):
+                _warn_of_objects(index, group, saved.described[row])
+            self._plan_options(index, group, [saved.options[row] for row in sorted(rows)])
 
-    def _plan_options(
-        self,
-        index: int,
-        group: dict[str, Any],
-        saved: list[dict[str, Any]],
-        related: list[dict[str, Any]],
-    ) -> None:
-        """Plan the options of a group. ``saved`` are the options of the saved groups of its
-        parameters. ``related`` are all groups here with parameters of these saved groups."""
+    def _plan_options(self, index: int, group: dict[str, Any], saved: list[dict[str, Any]]) -> None:
         for key in {key: None for options in saved for key in options}:
             values = [options[key] for options in saved if key in options]
             current = str(group[key]) if key == "function" and key in group else group.get(key)
@@ -384,14 +382,12 @@ class OptimizerLoad:
             other_function = key == "function" and any(value != current for value in values)
             if other_function or not all(_replaces(value, current) for value in values):
                 self._problem_of(f"'{key}' of group {index} of the optimizer", values[0], current)
-            elif _differ(values) or _differ([other.get(key) for other in related]):
+            elif _differ(values):
                 warn_once(
                     log,
                     "group %d of the optimizer joins parameters that were saved with different "
-                    "'%s', or shares a saved group with a group of another '%s': it keeps its "
-                    "value, %s",
+                    "'%s': it keeps its value, %s",
                     index,
-                    key,
                     key,
                     current,
                 )
@@ -424,30 +420,33 @@ class OptimizerLoad:
         self.problems.append(f"{name} is {shown(saved)} in it, {shown(current)} here")
 
 
-def differences(name: str, entry: Entry, shape: Shape, dtype: torch.dtype) -> list[str]:
+def differences(name: str, saved: Sizes | None, shape: Shape, dtype: torch.dtype) -> list[str]:
     """The problems of loading a saved tensor into one of this shape and dtype."""
+    if saved is None:
+        return [f"missing from it: '{name}' {list(shape)}"]
     problems = []
-    if entry.shape != tuple(shape):
+    if saved.shape != tuple(shape):
         problems.append(
-            f"'{name}' has shape {list(entry.shape)} in it, {list(shape)} in this model"
+            f"'{name}' has shape {list(saved.shape)} in it, {list(shape)} in this model"
         )
     # A wider dtype is exact: 16-bit weights can be loaded into fp32 main weights.
-    floating = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-    wider = floating and torch.promote_types(entry.dtype, dtype) == dtype
-    if entry.dtype != dtype and not wider:
+    floating = saved.dtype.is_floating_point and saved.dtype.itemsize > 1
+    wider = floating and torch.promote_types(saved.dtype, dtype) == dtype
+    if saved.dtype != dtype and not wider:
         problems.append(
-            f"'{name}' is {entry.dtype} in it, {dtype} here: load in the saved dtype and "
+            f"'{name}' is {saved.dtype} in it, {dtype} here: load in the saved dtype and "
             f"convert afterwards"
         )
     return problems
 
 
-def _new_state(parameter: Tensor, key: str, entry: Entry, stack: Stack | None) -> Tensor:
+def _new_state(parameter: Tensor, key: str, saved: Sizes | None, stack: Stack | None) -> Tensor:
     """A new state in the layout of its parameter, or a plain tensor if it has another shape."""
-    shape = stack.live_shape(entry.shape) if stack else entry.shape
-    if shape == tuple(parameter.shape) and (entry.shape or key != "step"):
-        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
+    assert saved is not None, "the manifest lists it"
+    shape = stack.live_shape(saved.shape) if stack else saved.shape
+    if shape == tuple(parameter.shape) and (saved.shape or key != "step"):
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
 
 
 def _differ(values: list[Any]) -> bool:

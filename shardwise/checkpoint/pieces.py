@@ -1,39 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces: the boxes of tensors that a rank holds, which of them it writes, and their host copies.
+"""Pieces: the part of each tensor that a rank holds, which of them it writes, their host copies.
 
-DCP's planner gathers the boxes of all ranks on one rank, removes duplicates and scatters the rest.
-shardwise knows from the layout which boxes a rank holds and which ranks hold the same boxes. So
-all ranks compute the same division, without a message:
+The layout says which ranks hold the same piece. So all ranks choose the same writer, without a
+message, and the first rank of a tile describes where all of its elements are:
 
     hsdp, 2 x 2 ranks        rank 0   rank 1   rank 2   rank 3
-    holds                    A B C    D E F    A B C    D E F      A, D... boxes of tensors
-    replicas of its boxes    0, 2     1, 3     0, 2     1, 3
-    writes                   A C      D F      B        E          the largest box first, to the
-                                                                   replica with the fewest bytes
+    holds                    A' B'    A" B"    A' B'    A" B"     ' and ": the halves of A and B
+    writes                   A'       A"       B'       B"        the largest tensor first, to the
+                                                                  replicas with the fewest bytes
+    describes                A: rank 0, rank 1;  B: rank 2, rank 3
 
-Each expert is stored under its number over all ranks, in any layout and on any number of ranks:
+Experts of all ranks are stored as one tensor if a rank holds them as one, and else one by one:
 
-    rank 0   fc1.weight [2, out, in]   experts 0, 1         stored   fc1.weight0   [out, in]
-    rank 1   fc1.weight [2, out, in]   experts 2, 3    <-->          fc1.weight1
-                                                                     fc1.weight2   any layout, any
-    or       fc1.weight0, .weight1, ...                              fc1.weight3   number of ranks
+    rank 0   fc1.weight [2, out, in]   experts 0, 1   -->   stored   fc1.weight [4, out, in]
+    rank 1   fc1.weight [2, out, in]   experts 2, 3
 
-Optimizer states are stored like their parameters, and a step count with every expert. The order of
-gate and up is stored too, and a load into another order permutes rows.
+    or       fc1.weight0, fc1.weight1, ...            -->            fc1.weight0, fc1.weight1, ...
+
+A load finds an expert in either form, by its number over all ranks. Optimizer states are stored
+like their parameters, and a step count for every expert. The order of gate and up is stored too,
+and a load into another order permutes rows.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.table import Tile, first_element, piece_name, runs_of
+from shardwise.core.cut import Cut
 from shardwise.core.layout import Shape
 from shardwise.core.streams import Lanes
 from shardwise.core.tensor import ShardedTensor
@@ -42,88 +45,205 @@ from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear
 from shardwise.moe.keys import indexed_keys
 
 _ALIGNMENT = 64
+Rename = Callable[[str], str]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of a tensor."""
+    """A box of a tensor that a load fills."""
 
-    key: str
+    name: str  # of the parameter or buffer
+    state: str | None  # the key of the state of that parameter
     shape: Shape  # of the whole tensor
     offsets: Shape
-    data: Tensor  # a view of the live tensor, or its copy in host memory
+    data: Tensor  # a view of the live tensor
 
 
-def local_pieces(key: str, tensor: Tensor) -> list[Piece]:
-    """This rank's boxes of a tensor, as views: a save reads them, a load writes them."""
-    shape = tuple(tensor.shape)
+def local_boxes(tensor: Tensor) -> list[tuple[Shape, Tensor]]:
+    """(offsets, view) of this rank's boxes of a tensor."""
     if isinstance(tensor, ShardedTensor):
         views = tensor.cut.views(tensor.to_local().detach())
-        return [
-            Piece(key, shape, tuple(offsets), view)
-            for (offsets, _), view in zip(tensor.cut.boxes, views, strict=True)
-        ]
+        boxes = zip(tensor.cut.boxes, views, strict=True)
+        return [(tuple(offsets), view) for (offsets, _), view in boxes]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []  # this rank is not on the mesh of the tensor
         [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         data = tensor.to_local().detach()
-        return [Piece(key, shape, tuple(chunk.offsets), data)] if data.numel() else []
-    return [Piece(key, shape, (0,) * tensor.dim(), tensor.detach())]
+        return [(tuple(chunk.offsets), data)] if data.numel() else []
+    return [((0,) * tensor.dim(), tensor.detach())]
 
 
-def pieces_to_write(
+# ------------------------------------------------------------------------------ writers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tile of a stored tensor, and the ranks in whose files its elements are."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    tile: Tile
+    sharded: bool  # else every rank has all of it, and may say so
+
+
+@dataclass
+class Division:
+    """What this rank writes, and what it describes."""
+
+    written: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
+    parts: list[Callable[[], Part]] = field(default_factory=list)  # described later, in any thread
+
+
+def divide(
     tensors: Mapping[str, Tensor],
     rank: int,
     world_size: int,
     *,
     first_only: Collection[str] = (),
-    on_every_rank: Collection[str] = (),
-) -> list[Piece]:
-    """The pieces that this rank writes, largest first; every piece has one writer.
+    members: Mapping[str, Stack] | None = None,
+) -> Division:
+    """Divide the tensors among the ranks. Every piece has one writer.
 
-    Args:
-        first_only: keys that only rank 0 writes: tensors that may differ between ranks.
-        on_every_rank: keys of plain tensors that every rank writes, because they have other names
-            in the checkpoint on other ranks.
+    ``first_only``: keys that rank 0 writes: tensors that may differ between ranks. ``members``: how
+    tensors of experts are stored.
     """
+    members = members or {}
+    everyone = _Holders(numpy.arange(world_size).reshape(1, -1))
+    first = _Holders(numpy.zeros((1, 1), int))
+    alone = _Holders(numpy.full((1, 1), rank))
+    known: dict[Any, _Holders] = {}  # ranks of equal meshes share the count of bytes
 
-    def replicas(key: str, tensor: Tensor) -> tuple[int, ...]:
+    def holders(key: str, tensor: Tensor) -> _Holders | None:
         if key in first_only:
-            return (0,)
+            return first
         if isinstance(tensor, DTensor):
-            return replicas_of(tensor)
-        return (rank,) if key in on_every_rank else tuple(range(world_size))
+            ranks = _holders_of(tensor)
+            if ranks is None:
+                return None
+            same = ranks.shape, ranks.tobytes()
+            return known.get(same) or known.setdefault(same, _Holders(ranks))
+        return alone if key in members and members[key].spread else everyone
 
     offers = []
     for key, tensor in tensors.items():
-        if holders := replicas(key, tensor):
-            pieces = local_pieces(key, tensor)
-            offers.append((-sum(piece.data.nbytes for piece in pieces), key, holders, pieces))
-    written: list[Piece] = []
-    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of (bytes, rank)
-    # Ranks with the same replicas have the same tensors of the same sizes: all choose the same.
-    for negative_size, _, holders, pieces in sorted(offers, key=lambda offer: offer[:2]):
-        heap = loads.setdefault(holders, [(0, holder) for holder in holders])
-        load, writer = heap[0]
-        heapq.heapreplace(heap, (load + 1 - negative_size, writer))  # 1: for empty tensors
-        if writer == rank:
-            written += pieces
-    return written
+        if (of := holders(key, tensor)) is not None:
+            offers.append((-_nbytes(tensor), key, of))
+    division = Division()
+    # Ranks with the same holders have the same tensors of the same sizes: all choose the same.
+    for _, key, of in sorted(offers, key=lambda offer: offer[:2]):
+        _add(division, key, tensors[key], of, rank, members.get(key))
+    return division
 
 
-def replicas_of(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same boxes of a tensor as this rank, this rank included."""
+class _Holders:
+    """The ranks that hold a tensor: a row for each piece, a column for each replica."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # bytes that each rank writes
+
+    def writers(self, first: int, nbytes: Any) -> Any:
+        """The writer of each of the pieces from ``first`` on: the replica with the fewest bytes."""
+        rows = numpy.arange(first, first + len(nbytes))
+        if self.ranks.shape[1] == 1:
+            return self.ranks[rows, 0]
+        columns = self._loads[rows].argmin(1)
+        self._loads[rows, columns] += nbytes + 1  # 1: for empty tensors
+        return self.ranks[rows, columns]
+
+
+def _holders_of(tensor: DTensor) -> Any:
+    """The ranks that hold a DTensor, as in ``_Holders``; for torch's own, whose other pieces are
+    not known here, the ranks that hold this rank's piece. None: this rank is not on the mesh."""
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    # Every placement that does not replicate cuts: torch's strided shards are no ``Shard``.
-    where = tuple(
-        slice(None) if placement.is_replicate() else position
-        for position, placement in zip(coordinate, tensor.placements, strict=True)
+    place = mesh.get_coordinate()
+    if place is None:
+        return None
+    grid = mesh.mesh.cpu().numpy()
+    if not isinstance(tensor, ShardedTensor):
+        # Every placement that does not replicate cuts: torch's strided shards are no ``Shard``.
+        where = tuple(
+            slice(None) if placement.is_replicate() else position
+            for position, placement in zip(place, tensor.placements, strict=True)
+        )
+        return numpy.sort(grid[where].reshape(1, -1))
+    cut, data_axes = tensor.cut, len(tensor.cut.sharded)
+    dims = () if cut.tile is None else cut.tile.dims
+    cut_axes = tuple(
+        slice(None) if dim is None else place[data_axes + axis] for axis, dim in enumerate(dims)
     )
-    return tuple(sorted(torch.atleast_1d(mesh.mesh[where]).flatten().tolist()))
+    grid = grid[(slice(None),) * data_axes + cut_axes]
+    # The inner axis is the major one, as in ``shard_range``.
+    sharded = [axis for axis in reversed(range(data_axes)) if cut.sharded[axis]]
+    rest = [axis for axis in range(grid.ndim) if axis not in sharded]
+    return grid.transpose(*sharded, *rest).reshape(cut.num_holders, -1)
+
+
+def _add(
+    division: Division, key: str, tensor: Tensor, of: _Holders, rank: int, stack: Stack | None
+) -> None:
+    """Add a tensor to what this rank writes and describes."""
+    shape, sharded = tuple(tensor.shape), isinstance(tensor, DTensor)
+    data, low = tensor.detach(), 0
+    offsets, sizes = (0,) * len(shape), shape
+    held = None  # the pieces of a tile: the number of the first holder, the elements of each
+    if isinstance(tensor, ShardedTensor):
+        data, low = tensor.to_local().detach(), tensor.cut.piece[0]
+        held = _held(tensor.cut)
+        if tensor.cut.tile is not None:
+            offsets, sizes = tensor.cut.tile.box
+    elif isinstance(tensor, DTensor):
+        [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        data, offsets, sizes = tensor.to_local().detach(), tuple(chunk.offsets), tuple(chunk.sizes)
+    if stack is not None:
+        key = stack.key
+        if stack.grouped:
+            if not shape:  # one count for all experts of this rank: stored for each
+                data, offsets, sizes = data.expand(len(stack.here)), (0,), (len(stack.here),)
+            shape = (len(stack.everywhere), *shape[1:])
+            offsets = (offsets[0] + stack.first, *offsets[1:])
+    first, lengths = held or (0, numpy.array([math.prod(sizes)]))
+    writers = of.writers(first, lengths * tensor.dtype.itemsize)
+    whole = data.numel() == math.prod(shape)
+    if (data.numel() or whole) and rank in writers:
+        begin = first_element(shape, offsets, sizes, low)
+        division.written[piece_name(key, begin, whole)] = data
+    # The first rank of a tile describes it. Of torch's DTensors each piece is a tile.
+    if rank == (of.ranks[0, 0] if held else writers[0]):
+        dtype = tensor.dtype
+
+        def describe() -> Part:
+            order = slice(None) if held is None else _order(tensor.cut)  # type: ignore[attr-defined]
+            runs = runs_of(writers[order], lengths[order])
+            return Part(key, dtype, shape, Tile(offsets, sizes, tuple(runs)), sharded)
+
+        division.parts.append(describe)
+
+
+def _held(cut: Cut) -> tuple[int, Any]:
+    """(first, lengths) of a tile's pieces: holder ``first + i`` has ``lengths[i]`` elements."""
+    if cut.division is not None:
+        lengths = numpy.zeros(cut.num_holders, numpy.int64)
+        for holder, (low, high) in cut.held():
+            lengths[holder] = high - low
+        return 0, lengths
+    part = cut.layout.numel // cut.num_holders  # elements of the buffer that each rank holds
+    start, numel = cut.layout.starts[cut.index], cut.layout.items[cut.index].numel
+    first, last = start // part, (start + numel - 1) // part
+    lengths = numpy.full(last - first + 1, part)
+    lengths[0] -= start - first * part
+    lengths[-1] -= (last + 1) * part - (start + numel)
+    return first, lengths
+
+
+def _order(cut: Cut) -> Any:
+    """The order of a tile's pieces, of those that ``_held`` lists: replicas divide in any order."""
+    if cut.division is None:
+        return slice(None)
+    begins = {holder: low for holder, (low, high) in cut.held() if low < high}
+    return sorted(begins, key=begins.__getitem__)
 
 
 # ------------------------------------------------------------------------------ host memory
@@ -134,73 +254,61 @@ class Staging:
 
     device   | weight | exp_avg | ...           copied once, then training continues
     host     |weight|exp_avg|..... one block, kept from save to save .....|
-                ^ a tensor whose storage is exactly its bytes: torch.save writes whole storages
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # grows to the largest save
 
     @torch.no_grad()
-    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copy the pieces to host memory. The copies are complete on return."""
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors to host memory. The copies are complete on return."""
         begins, end = [], 0
-        for piece in pieces:
+        for tensor in tensors.values():
             begins.append(end)
-            end += -(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT
-        devices = {piece.data.device for piece in pieces if piece.data.device.type == "cuda"}
+            end += -(-_nbytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         if self._block.numel() < end:
             self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old one first
             pinned = bool(devices)
             self._block = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        staged = []
-        for piece, begin in zip(pieces, begins, strict=True):
-            host = _own_storage(self._block[begin : begin + piece.data.nbytes], piece.data)
-            host.copy_(piece.data, non_blocking=True)
-            staged.append(replace(piece, data=host))
+        staged = {}
+        for (name, tensor), begin in zip(tensors.items(), begins, strict=True):
+            host = self._block[begin : begin + _nbytes(tensor)].view(tensor.dtype)
+            staged[name] = host.view(tensor.shape).copy_(tensor, non_blocking=True)
         for device in devices:
             Lanes(device).synchronize()
         return staged
 
 
-def on_host(data: Tensor) -> Tensor:
-    """The tensor in host memory with a storage of exactly its bytes, copied only if necessary."""
-    data = data.detach().resolve_conj().resolve_neg()
-    if data.device.type != "cpu" or not data.is_contiguous():
-        return data.to("cpu").contiguous()
-    if data.untyped_storage().nbytes() == data.nbytes:
-        return data
-    return _own_storage(data.reshape(-1).view(torch.uint8), data)
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
 
 
-def _own_storage(memory: Tensor, like: Tensor) -> Tensor:
-    """Bytes of a larger block as a tensor whose storage is these bytes alone; no copy."""
-    if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    # Through numpy: a view made by torch would share, and save, the storage of the whole block.
-    return torch.from_numpy(memory.numpy()).view(like.dtype).view(like.shape)
-
-
-Rename = Callable[[str], str]
+# ------------------------------------------------------------------------------ experts
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The stored tensors, one per expert, of a parameter of this rank or of a state of it."""
+    """The experts of a parameter of this rank, or of a state of it, as they are stored."""
 
+    name: str  # of the stored parameter: of all experts if ``grouped``, else of this one
     here: tuple[str, ...]  # names of this rank's experts; a single name if not ``grouped``
     everywhere: tuple[str, ...]  # names of the experts of all ranks
     grouped: bool  # whether dimension 0 counts experts
+    first: int  # number of the first expert of this rank
     order: str | None = None  # name of the extra state that holds the order of gate and up
     block: int = 0  # the order of gate and up on this rank
-
-    def renamed(self, rename: Rename) -> Stack:
-        here, everywhere = map(rename, self.here), map(rename, self.everywhere)
-        return replace(self, here=tuple(here), everywhere=tuple(everywhere))
+    key: str = ""  # of the stored tensor
 
     @property
     def spread(self) -> bool:
         """Whether other ranks have other experts."""
         return len(self.everywhere) > len(self.here)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The names under which all ranks together store these experts."""
+        return (self.name,) if self.grouped else self.everywhere
 
     def state(self, key: str, keys: Iterable[str]) -> tuple[Stack, str]:
         """The stack of the state ``key`` of this parameter, and the key of the state of a stored
@@ -214,29 +322,28 @@ class Stack:
         expert, matrix = divmod(int(number), num_matrices)
         stack = replace(
             self,
+            name=self.here[expert],
             here=self.here[expert : expert + 1],
             everywhere=self.everywhere[expert :: len(self.here)],
             grouped=False,
         )
         return stack, base if num_matrices == 1 else f"{base}.{matrix}"
 
-    def stored_shape(self, shape: Shape) -> Shape:
+    def expert_shape(self, shape: Shape) -> Shape:
         """The shape of one expert's tensor. A step count has no dimension of experts."""
         return shape[1:] if self.grouped and shape else shape
 
-    def live_shape(self, stored: Shape) -> Shape:
-        return (len(self.here), *stored) if self.grouped and stored else stored
+    def live_shape(self, of_one: Shape) -> Shape:
+        return (len(self.here), *of_one) if self.grouped and of_one else of_one
 
-    def pieces(self, piece: Piece) -> list[Piece]:
-        """The stored pieces of a piece of the live tensor, as views of it."""
-        offsets, data, shape = piece.offsets, piece.data, self.stored_shape(piece.shape)
-        if not self.grouped:
-            return [Piece(self.here[0], shape, offsets, data)]
-        if not data.dim():
-            return [Piece(name, shape, (), data) for name in self.here]
+    def pieces(self, state: str | None, shape: Shape, offsets: Shape, data: Tensor) -> list[Piece]:
+        """The boxes of single experts in a box of the live tensor."""
+        of_one = self.expert_shape(shape)
+        if not self.grouped or not data.dim():
+            return [Piece(self.here[0], state, of_one, offsets, data)]
         names = self.here[offsets[0] : offsets[0] + len(data)]
         experts = zip(names, data, strict=True)
-        return [Piece(name, shape, offsets[1:], expert) for name, expert in experts]
+        return [Piece(name, state, of_one, offsets[1:], expert) for name, expert in experts]
 
     def reorders(self, extra_states: Mapping[str, Any]) -> bool:
         """Whether a checkpoint holds gate and up in another order."""
@@ -271,13 +378,18 @@ def stacks_of(model: nn.Module, clean: Rename) -> dict[str, Stack]:
         order, block = None, 0
         if isinstance(module, GateUpLinear):
             order, block = f"{prefix}_extra_state", module.gate_up_block
-        for name, layout in module.layouts.items():
-            everywhere = tuple(indexed_keys(prefix, name, module.total_experts))
-            here = tuple(indexed_keys(prefix, name, module.num_experts, module.first_expert))
+        first = module.first_expert
+        for kind, layout in module.layouts.items():
+            everywhere = tuple(indexed_keys(prefix, kind, module.total_experts))
+            here = tuple(indexed_keys(prefix, kind, module.num_experts, first))
+            name = f"{prefix}{kind}"
             if layout == "grouped":
-                stacks[f"{prefix}{name}"] = Stack(here, everywhere, True, order, block)
+                stacks[name] = Stack(name, here, everywhere, True, first, order, block)
                 continue
             for index, stored in enumerate(here):
                 same_index = everywhere[index :: module.num_experts]  # of all ranks
-                stacks[f"{prefix}{name}{index}"] = Stack((stored,), same_index, False, order, block)
+                number = first + index
+                stacks[f"{name}{index}"] = Stack(
+                    stored, (stored,), same_index, False, number, order, block
+                )
     return stacks

@@ -1,113 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading: a checkpoint on the disk, checked, and the saved boxes that fill the boxes of a rank.
+"""Reading: the saved pieces that fill the boxes of a rank, and ``verify``.
 
 saved by 2 ranks         rank 0 | rows 0-3 |  rank 1 | rows 4-6 |
-read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6 |
+read by 3                rank 0 | 0-1 |  rank 1 | 2-4: from both |  rank 2 | 5-6 |
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import io
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.attempt import MARK
 from shardwise.checkpoint.errors import CheckpointError, DamagedError
-from shardwise.checkpoint.files import check_bytes, open_listed, read_listed
-from shardwise.checkpoint.index import MAX_BYTES, Chunk, Index, parse
-from shardwise.checkpoint.manifest import INDEX, NAME, STATE, Manifest, rank_file
-from shardwise.checkpoint.pieces import Piece, local_pieces
-from shardwise.checkpoint.state import State, check_json_state, model_key, state_key
-from shardwise.checkpoint.values import RandomStates
-from shardwise.core.tensor import ShardedTensor
+from shardwise.checkpoint.files import (
+    Stored,
+    check_bytes,
+    check_size,
+    form,
+    open_listed,
+    rank_file,
+    read_header,
+)
+from shardwise.checkpoint.manifest import NAME, Manifest
+from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.table import Entry, Saved
+from shardwise.checkpoint.values import RandomStates, from_bytes
+from shardwise.core.layout import Box, Shape
+
+VALUES = "values"  # metadata of a rank's file: its random states and extra, as JSON
+
+
+class Sizes(NamedTuple):
+    shape: Shape
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's manifest, index and values: everything but the tensors."""
+    """A checkpoint to read from. Call ``compare_bytes`` before."""
 
     path: Path
     manifest: Manifest
-    index: Index
-    values: dict[str, Any]
 
-    @staticmethod
-    def open(path: Path, manifest: Manifest) -> Checkpoint:
-        """Read and check all but tensors and values of a rank. Call ``compare_bytes`` before."""
-        manifest.check_sizes(path)
-        data = read_listed(path, manifest.file(INDEX), MAX_BYTES)
-        index = parse(data, str(path / INDEX), manifest.files)
-        if len(index) != manifest.num_tensors:
-            raise DamagedError(
-                f"{path / INDEX}: {len(index)} tensors, {manifest.num_tensors} were saved"
-            )
-        values = manifest.read_json(path, STATE)
-        check_json_state(values, str(path / STATE), index.keys())
-        return Checkpoint(path, manifest, index, values)
-
-    def untie(self, keys: Container[str]) -> None:
-        """Undo the ties of parameters whose keys are in ``keys``: give each name the tensor, the
-        optimizer's states and the group that were saved under the first name. The model that loads
-        may tie other parameters than the model that was saved."""
-        optimizer = self.values["optimizer"] or {"tensors": {}, "scalars": {}, "groups": []}
-        groups = {name: group for group in optimizer["groups"] for name in group["parameters"]}
-        tied = self.values["tied"].items()
-        for name, first in ((name, first) for name, first in tied if model_key(name) in keys):
-            self.index[model_key(name)] = self.index[model_key(first)]
-            for key in optimizer["tensors"].get(first, ()):
-                self.index[state_key(name, key)] = self.index[state_key(first, key)]
-            for states in (optimizer["tensors"], optimizer["scalars"]):
-                states |= {name: states[first]} if first in states else {}
-            if first in groups:
-                groups[first]["parameters"].append(name)
+    def sizes(self, name: str, state: str | None = None) -> Sizes | None:
+        """Shape and dtype of a saved parameter or state, of a single expert if ``name`` is one."""
+        found = self.manifest.entry(name, state)
+        if found is None:
+            return None
+        _, entry, number = found
+        return Sizes(entry.shape if number is None else entry.shape[1:], entry.dtype)
 
     def rank_values(self, rank: int) -> tuple[RandomStates, dict[str, Any]]:
         """The random states, not yet set, and the ``extra`` of a rank."""
         where = str(self.path / rank_file(rank))
-        values = self.manifest.read_json(self.path, rank_file(rank))
+        with self._opened(rank) as (_, _, metadata):
+            if type(metadata) is not dict or type(text := metadata.get(VALUES)) is not str:
+                raise DamagedError(f"{where} holds no values of its rank")
+        values = from_bytes(text.encode(), where)
         if type(values) is not dict or type(values.get("extra")) is not dict:
-            raise DamagedError(f"{where} is not what shardwise writes")
+            raise DamagedError(f"{where} holds values that shardwise does not write")
         return RandomStates(values.get("random"), where), values["extra"]
 
-    def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
-        """Read chunks, file by file, front to back; a single tensor is in memory at a time."""
-        ordered = sorted(chunks, key=lambda chunk: (chunk.rank, chunk.begin))
-        for name, wanted in groupby(ordered, key=lambda chunk: chunk.file):
-            with open_listed(self.path, self.manifest.file(name)) as stream:
-                for chunk in wanted:
-                    flat = torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cpu")
-                    stream.seek(chunk.begin)
-                    count = stream.readinto(flat.numpy())  # type: ignore[arg-type]
-                    if count != chunk.num_bytes:
-                        raise DamagedError(f"{self.path / name} has become shorter")
-                    yield chunk, flat.view(chunk.dtype).view(chunk.sizes)
-
-    def read_whole(self, key: str) -> Tensor:
+    def read_whole(self, name: str, state: str | None = None) -> Tensor:
         """A whole tensor in host memory."""
-        entry = self.index[key]
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        copies = Copies(self, State(tensors={key: whole}))
+        sizes = self.sizes(name, state)
+        assert sizes is not None, name
+        whole = torch.empty(sizes.shape, dtype=sizes.dtype, device="cpu")
+        copies = Copies(self)
+        copies.add(Piece(name, state, sizes.shape, (0,) * len(sizes.shape), whole))
         copies.stage()
         copies.write()
         return whole
+
+    @contextlib.contextmanager
+    def _opened(self, rank: int) -> Iterator[tuple[io.BufferedReader, dict[str, Stored], Any]]:
+        file = self.manifest.files[rank]
+        with open_listed(self.path, file) as stream:
+            yield stream, *read_header(stream, file, str(self.path / file.name))
+
+    def read(self, wanted: Iterable[_Copy]) -> Iterator[tuple[_Copy, Tensor]]:
+        """Read file by file, front to back; a single part is in memory at a time."""
+        ordered = sorted(wanted, key=lambda copy: (copy.rank, copy.name, copy.begin))
+        for rank, copies in groupby(ordered, key=lambda copy: copy.rank):
+            with self._opened(rank) as (stream, header, _):
+                for copy in copies:
+                    begin = self.begin(header, rank, copy.name, copy.dtype, copy.of_piece)
+                    count = math.prod(copy.shape) * copy.dtype.itemsize
+                    flat = torch.empty(count, dtype=torch.uint8, device="cpu")
+                    stream.seek(begin + copy.begin * copy.dtype.itemsize)
+                    if stream.readinto(flat.numpy()) != count:  # type: ignore[arg-type]
+                        raise DamagedError(f"{self.path / rank_file(rank)} has become shorter")
+                    yield copy, flat.view(copy.dtype).view(copy.shape)
+
+    def begin(
+        self, header: dict[str, Stored], rank: int, name: str, dtype: torch.dtype, numel: int
+    ) -> int:
+        """The offset of a piece in the file of a rank, which must hold just this piece."""
+        stored, where = header.get(name), self.path / rank_file(rank)
+        if stored is None:
+            raise DamagedError(f"{where} does not hold '{name}', which the manifest names")
+        label, _ = form(dtype, ())
+        if stored.dtype != label or stored.end - stored.begin != numel * dtype.itemsize:
+            raise DamagedError(f"{where}: '{name}' is not {numel} elements of {dtype}")
+        return stored.begin
 
 
 def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
     """Check the sha256 of this rank's share of the files; all ranks together check every file."""
     load = [(0, other) for other in range(world_size)]  # a heap: the least loaded rank first
+    mine = []
     for file in sorted(manifest.files, key=lambda file: -file.size):
         size, reader = load[0]
         heapq.heapreplace(load, (size + file.size + 1, reader))
-        if reader == rank:
-            check_bytes(path, file)
+        mine += [file] if reader == rank else []
+    for file in mine:  # a missing file is named before the others are read
+        check_size(path, file)
+    for file in mine:
+        check_bytes(path, file)
 
 
 # ------------------------------------------------------------------------------ tensors
@@ -115,11 +135,17 @@ def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int
 
 @dataclass(frozen=True)
 class _Copy:
-    """A part of a saved chunk and the memory that it fills; by rows if their order differs."""
+    """A box of a saved piece and the memory that it fills; by rows if their order differs."""
 
+    rank: int  # the piece is in the file of this rank
+    name: str  # of the piece in that file
+    of_piece: int  # elements of the piece
+    dtype: torch.dtype
+    begin: int  # the first element of the box in the piece
+    shape: Shape  # of the box
+    part: tuple[slice, ...]  # of the box
     target: Tensor
-    part: tuple[slice, ...]  # of the saved chunk
-    rows: tuple[Tensor, Tensor] | None = None  # indices in the part, and in the target
+    rows: tuple[Tensor, Tensor] | None = None  # indices in the box, and in the target
 
     @property
     def num_elements(self) -> int:
@@ -128,11 +154,11 @@ class _Copy:
         return len(self.rows[1]) * (self.target.numel() // len(self.target))
 
     def stage(self, value: Tensor) -> Callable[[], object]:
-        """Take the part out of the saved chunk; return the function that writes it."""
+        """Take the part out of the box; return the function that writes it."""
         part = value[self.part]
         if self.rows is None:
             if part.numel() != value.numel():
-                part = part.clone()  # the rest of the chunk can be freed
+                part = part.clone()  # the rest of the box can be freed
             return lambda: self.target.copy_(part)
         source, destination = self.rows
         device, rows = self.target.device, part.index_select(0, source)
@@ -140,77 +166,92 @@ class _Copy:
 
 
 class Copies:
-    """All copies that fill this rank's pieces of tensors, by saved chunk."""
+    """The copies that fill pieces of live tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, wanted: State) -> None:
-        self._checkpoint, self._wanted = checkpoint, list(wanted.tensors.values())
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._copies: list[_Copy] = []
         self._staged: list[Callable[[], object]] = []
-        self.chunks: dict[Chunk, list[_Copy]] = {}
-        orders = checkpoint.values["extra_states"]
-        for key, tensor in wanted.tensors.items():
-            stack = wanted.members.get(key)
-            for piece in local_pieces(key, tensor):
-                if stack is None:
-                    self._fill(piece, None)
-                    continue
-                parts = stack.pieces(piece)
-                if not piece.data.dim():
-                    parts = parts[:1]  # the step count is the same for all experts
-                for part in parts:
-                    shape = checkpoint.index[part.key].shape
-                    self._fill(part, stack.stored_rows(shape[0], orders) if shape else None)
 
-    def _fill(self, piece: Piece, rows: Tensor | None) -> None:
-        """Add the copies that fill a piece. ``rows``: see ``_overlap``."""
-        num_elements = 0
-        for chunk in self._checkpoint.index[piece.key].chunks:
-            copy = _overlap(chunk, piece, rows)
-            if copy is not None:
-                self.chunks.setdefault(chunk, []).append(copy)
-                num_elements += copy.num_elements
-        assert num_elements == piece.data.numel(), piece.key
+    def add(self, piece: Piece, rows: Tensor | None = None) -> list[Saved]:
+        """Add the copies that fill a piece; return the saved pieces that they come from. With
+        ``rows``, row i of the tensor is saved as row ``rows[i]``."""
+        found = self._checkpoint.manifest.entry(piece.name, piece.state)
+        assert found is not None, piece
+        key, entry, number = found
+        expert = () if number is None else (number,)  # of a tensor of all experts
+        begins, sizes = list(piece.offsets), list(piece.data.shape)
+        if rows is not None:
+            begins[0], sizes[0] = 0, piece.shape[0]
+        copies, sources = [], []
+        for tile in entry.tiles:
+            for saved in tile.overlap((*expert, *begins), (*(1 for _ in expert), *sizes)):
+                sources.append(saved)
+                name = entry.piece_name(key, tile, saved)
+                for box, first in tile.boxes(saved):
+                    if number is not None:
+                        (before, *offsets), (count, *sides) = box
+                        if not before <= number < before + count:
+                            continue
+                        first += (number - before) * math.prod(sides)
+                        box = tuple(offsets), tuple(sides)
+                    copy = _overlap(entry.dtype, saved, name, box, first, piece, rows)
+                    copies += [] if copy is None else [copy]
+        assert sum(copy.num_elements for copy in copies) == piece.data.numel(), piece
+        self._copies += copies
+        return sources
 
     def stage(self) -> None:
-        """Read all chunks into host memory; write nothing."""
-        self._staged = [
-            copy.stage(value)
-            for chunk, value in self._checkpoint.read(self.chunks)
-            for copy in self.chunks[chunk]
-        ]
+        """Read everything into host memory; write nothing."""
+        self._staged = [copy.stage(value) for copy, value in self._checkpoint.read(self._copies)]
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the staged values into the tensors. This reads no file, so it can't fail on one."""
-        for tensor in self._wanted:
-            if isinstance(tensor, ShardedTensor) and tensor.buffer is not None:
-                tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
+        """Write the staged values. This reads no file, so it can't fail on one."""
         while self._staged:
             self._staged.pop()()
 
 
-def _overlap(chunk: Chunk, piece: Piece, rows: Tensor | None) -> _Copy | None:
-    """The copy from a chunk to the piece, or None if they have no element in common.
-
-    With ``rows``, row i of the tensor is saved as row ``rows[i]``.
-    """
-    sizes = piece.data.shape
-    low = [max(pair) for pair in zip(piece.offsets, chunk.offsets, strict=True)]
-    ends = zip(piece.offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+def _overlap(
+    dtype: torch.dtype,
+    saved: Saved,
+    name: str,
+    box: Box,
+    first: int,
+    piece: Piece,
+    rows: Tensor | None,
+) -> _Copy | None:
+    """The copy from a box of a saved piece, or None if it has no element of the wanted piece.
+    ``first``: the first element of the box in the saved piece. ``rows``: see ``Copies.add``."""
+    begins, sides = box
+    low = [max(pair) for pair in zip(piece.offsets, begins, strict=True)]
+    ends = zip(piece.offsets, piece.data.shape, begins, sides, strict=True)
     high = [min(a + size_a, b + size_b) for a, size_a, b, size_b in ends]
-    source = _slices(low, high, chunk.offsets)
     target = _slices(low, high, piece.offsets)
     indices = None
     if rows is not None:
-        chunk_rows = rows[piece.offsets[0] : piece.offsets[0] + sizes[0]] - chunk.offsets[0]
-        inside = (chunk_rows >= 0) & (chunk_rows < chunk.sizes[0])
-        piece_rows = inside.nonzero().flatten()
-        indices = chunk_rows[piece_rows], piece_rows
-        low[0], high[0] = 0, len(piece_rows)
-        source = (slice(None), *source[1:])
+        mine = slice(piece.offsets[0], piece.offsets[0] + len(piece.data))
+        in_box = rows[mine] - begins[0]
+        of_target = ((in_box >= 0) & (in_box < sides[0])).nonzero().flatten()
+        indices = in_box[of_target], of_target
+        low[0], high[0] = begins[0], begins[0] + (sides[0] if len(of_target) else 0)
         target = (slice(None), *target[1:])
     if any(begin >= end for begin, end in zip(low, high, strict=True)):
         return None
-    return _Copy(piece.data[target], source, indices)
+    if sides:  # read the rows that are needed; they are neighbours in the file
+        first += (low[0] - begins[0]) * math.prod(sides[1:])
+        begins, sides = (low[0], *begins[1:]), (high[0] - low[0], *sides[1:])
+    return _Copy(
+        rank=saved.rank,
+        name=name,
+        of_piece=saved.high - saved.low,
+        dtype=dtype,
+        begin=first,
+        shape=sides,
+        part=_slices(low, high, begins),
+        target=piece.data[target],
+        rows=indices,
+    )
 
 
 def _slices(low: list[int], high: list[int], offsets: Iterable[int]) -> tuple[slice, ...]:
@@ -218,7 +259,7 @@ def _slices(low: list[int], high: list[int], offsets: Iterable[int]) -> tuple[sl
     return tuple(slice(begin - offset, end - offset) for begin, end, offset in bounds)
 
 
-# ------------------------------------------------------------------------------ load
+# ------------------------------------------------------------------------------ verify
 
 
 @dataclass
@@ -227,13 +268,15 @@ class Verification:
 
     path: Path
     manifest: Manifest | None = None
-    num_tensors: int = 0
-    num_elements: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    @property
+    def num_tensors(self) -> int:
+        return 0 if self.manifest is None else self.manifest.num_tensors
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -248,10 +291,11 @@ class Verification:
         if self.manifest is not None:
             saved = self.manifest
             step = "" if saved.step is None else f"step {saved.step}, "
+            num_elements = sum(entry.numel for entry in saved.tensors.values())
             torch_version = saved.versions["torch"]
             lines += [
                 f"  {step}{saved.created}, {saved.world_size} ranks, torch {torch_version}",
-                f"  {self.num_tensors} tensors, {self.num_elements} elements, "
+                f"  {self.num_tensors} tensors, {num_elements} elements, "
                 f"{len(saved.files)} files, {saved.num_bytes} bytes",
                 *(f"  {text}" for text in saved.placements),
             ]
@@ -262,8 +306,8 @@ class Verification:
 def verify(path: str | os.PathLike[str]) -> Verification:
     """Check a checkpoint as ``load`` does, for all ranks, without a model or a process group.
 
-    A load refuses everything that this reports. Checks sizes and every sha256. If all bytes are as
-    written, checks the index, the optimizer's groups, and random states and extra of each rank.
+    Checks the manifest, sizes and every sha256. If all bytes are as written, checks that every
+    piece of every tensor is where the manifest says, and random states and extra of each rank.
     """
     report = Verification(Path(os.path.abspath(path)))
     with report.collecting():
@@ -274,18 +318,23 @@ def verify(path: str | os.PathLike[str]) -> Verification:
         with report.collecting():
             check_bytes(report.path, file)
     as_written = report.ok
-    listed = {file.name for file in report.manifest.files} | {NAME}
+    listed = {file.name for file in report.manifest.files} | {NAME, MARK}
     for entry in sorted(report.path.iterdir()):
         if entry.name not in listed:
             report.problems.append(f"{entry} is not in the manifest")
-    if not as_written:
-        return report
-    with report.collecting():
-        checkpoint = Checkpoint.open(report.path, report.manifest)
-        entries = checkpoint.index.values()
-        report.num_tensors = len(entries)
-        report.num_elements = sum(math.prod(entry.shape) for entry in entries)
+    if as_written:
+        checkpoint = Checkpoint(report.path, report.manifest)
+        by_rank: dict[int, list[tuple[str, Entry, Saved]]] = {}
+        for key, saved_as in report.manifest.tensors.items():
+            for tile in saved_as.tiles:
+                for saved in tile.pieces(0, tile.numel):
+                    name = saved_as.piece_name(key, tile, saved)
+                    by_rank.setdefault(saved.rank, []).append((name, saved_as, saved))
         for rank in range(report.manifest.world_size):
             with report.collecting():
                 checkpoint.rank_values(rank)
+                with checkpoint._opened(rank) as (_, header, _):
+                    for name, saved_as, saved in by_rank.get(rank, ()):
+                        count = saved.high - saved.low
+                        checkpoint.begin(header, rank, name, saved_as.dtype, count)
     return report

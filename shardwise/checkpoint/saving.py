@@ -4,7 +4,7 @@
     snapshot   the tensors that this rank writes; values; random states              main thread
     agree      a small object per rank: the same step, the same tensors, problems    main thread
     write      a file of tensors per rank, hashed while it is written                any thread
-    publish    rank 0 joins the parts into the index and writes the manifest         any thread
+    publish    rank 0 joins the parts into the table and writes the manifest         any thread
 
 A save issues a single object collective, for any number of tensors, on the main thread. ``save``
 issues another at its end.
@@ -16,19 +16,21 @@ import copy
 import glob
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.attempt import GIVEN_UP, Attempt, is_abandoned, temporary
+from shardwise.checkpoint import table
+from shardwise.checkpoint.attempt import GIVEN_UP, Attempt, is_abandoned, is_taken, temporary
 from shardwise.checkpoint.errors import (
     CheckpointError,
     MismatchError,
@@ -37,14 +39,17 @@ from shardwise.checkpoint.errors import (
     ranks_with_data,
     together,
 )
-from shardwise.checkpoint.files import File, HashedFile, write_file
-from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, numbers_in, tensor_file
-from shardwise.checkpoint.manifest import INDEX, METADATA, STATE, Manifest, now, rank_file, versions
-from shardwise.checkpoint.optimizer_state import add_optimizer, described
-from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
-from shardwise.checkpoint.state import json_state, model_state, placements_of
+from shardwise.checkpoint.files import File, rank_file, write_tensors
+from shardwise.checkpoint.manifest import Manifest, OptimizerValues, now, versions
+from shardwise.checkpoint.optimizer_state import add_optimizer
+from shardwise.checkpoint.pieces import Part, divide
+from shardwise.checkpoint.reading import VALUES
+from shardwise.checkpoint.state import facts_of, model_state, placements_of
+from shardwise.checkpoint.table import Entry, Tile
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.core import comm
+from shardwise.core.layout import Shape
+from shardwise.debugging import compare_replicas
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +76,7 @@ def save(
     final = Path(os.path.abspath(path))
     ranks = ranks_with_data()
     attempt, snapshot = begin(
-        ranks,
-        final,
-        lambda: [final],
-        timeout,
-        lambda: take_snapshot(ranks, model, optimizer, extra, config),
+        ranks, [final], timeout, lambda: take_snapshot(ranks, model, optimizer, extra, config)
     )
     try:
         write_and_publish(attempt, snapshot, sequence=lambda: 1, step=None)
@@ -90,22 +91,17 @@ def save(
 class Snapshot:
     """The data that one rank writes, and the values that rank 0 writes for all ranks."""
 
-    pieces: list[Piece]
-    keys: frozenset[str]  # of the tensors of all ranks
+    tensors: dict[str, Tensor]  # views of the live tensors, by name in the file
+    parts: list[Callable[[], Part]]  # tiles that this rank describes
+    keys: list[str]  # of the tensors of all ranks
     rank_values: bytes
-    state_values: bytes
-    placements: list[str]
-    optimizer: dict[str, Any] | None
-    config: dict[str, Any] | None
+    values: dict[str, Any]  # fields of the manifest
+    held: dict[str, Tensor]  # all live tensors of this rank, until replicas were compared
 
     @property
     def digest(self) -> str:
         """A hash of the keys: equal on ranks that save the same tensors."""
-        return hashlib.sha256("\n".join(sorted(self.keys)).encode()).hexdigest()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.data.nbytes for piece in self.pieces)
+        return hashlib.sha256("\n".join(self.keys).encode()).hexdigest()
 
 
 def take_snapshot(
@@ -117,92 +113,109 @@ def take_snapshot(
 ) -> Snapshot:
     """Views of the live tensors, and copies of all other values. Raises all problems at once."""
     state = model_state(model)
-    groups = add_optimizer(state, optimizer) if optimizer is not None else None
-    values = json_state(state, groups)
+    groups: OptimizerValues | None = None
+    if optimizer is not None:
+        groups = add_optimizer(state, optimizer)
     problems = state.problems
     if not state.tensors:
         problems.append(f"{type(model).__name__} has neither parameters nor buffers")
-    for name, value in (("extra", extra), ("config", config)):
+    given = [("extra", dict(extra or {})), ("config", dict(config or {}))]
+    given += [(f"the extra state '{name}'", value) for name, value in state.extra_states.items()]
+    for name, value in given:
         try:
-            encode(dict(value or {}), name)
+            encode(value, name)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
         raise CheckpointError(listed("this can't be saved:", problems))
-    pieces = pieces_to_write(
-        state.tensors,
-        ranks.rank,
-        ranks.size,
-        first_only=state.buffers,
-        on_every_rank={key for key, stack in state.members.items() if stack.spread},
+    division = divide(
+        state.tensors, ranks.rank, ranks.size, first_only=state.buffers, members=state.members
     )
-    stored = []
-    for piece in pieces:
-        stack = state.members.get(piece.key)
-        stored += [piece] if stack is None else stack.pieces(piece)
+    grouped = {
+        stack.name: len(stack.everywhere) for stack in state.stacks.values() if stack.grouped
+    }
+    values = {
+        "experts": {name: count for name, count in grouped.items() if name not in state.tied},
+        "tied": state.tied,
+        "extra_states": state.extra_states,
+        "dtypes": state.dtypes,
+        "optimizer": groups,
+        "config": None if config is None else dict(config),
+        "placements": placements_of(model),
+        "facts": facts_of(model, ranks.size),
+    }
     return Snapshot(
-        pieces=stored,
-        keys=state.stored_keys,
+        tensors=division.written,
+        parts=division.parts,
+        keys=state.all_keys,
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
-        state_values=to_bytes(values, "the state"),
-        placements=placements_of(model),
-        optimizer=described(optimizer) if optimizer is not None else None,
-        config=None if config is None else copy.deepcopy(dict(config)),
+        values=copy.deepcopy(values),
+        held=state.tensors,
     )
 
 
 def begin(
     ranks: comm.Axis,
-    final: Path,
-    finals: Callable[[], Iterable[Path]],
+    finals: list[Path],
     timeout: float,
     snapshot: Callable[[], Snapshot],
     step: int | None = None,
 ) -> tuple[Attempt, Snapshot]:
-    """Make the temporary directory and agree on it, or raise the same on every rank."""
-    folder = temporary(final)
+    """Make the temporary directory and agree on it, or raise the same on every rank. The first of
+    ``finals`` that is free is the name of the checkpoint."""
+    folder = temporary(finals[0])
 
-    def work() -> Snapshot:
-        result = snapshot()
+    def work() -> tuple[Snapshot, str]:
+        result, final = snapshot(), ""
         if ranks.rank == 0:
-            if list(finals()) == [final] and final.exists() and any(final.iterdir()):
+            final = next((str(path) for path in finals if not is_taken(path)), "")
+            if not final:
                 raise CheckpointError(
-                    f"{final} exists already, and a checkpoint is never overwritten: remove it, or "
-                    f"choose another path (shardwise.checkpoint.Store makes one for each step)"
+                    f"{finals[0]} exists already, and a checkpoint is never overwritten: remove "
+                    f"it, or choose another path (shardwise.checkpoint.Store makes one for each "
+                    f"step)"
                 )
-            for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
+            for leftover in folder.parent.glob(f"{glob.escape(finals[0].name)}.tmp-*"):
                 if is_abandoned(leftover):
                     shutil.rmtree(leftover, ignore_errors=True)
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise SaveError(f"{folder} can't be made: {error.strerror}") from error
-        return result
+        return result, final
 
-    def facts(taken: Snapshot) -> Any:
-        return str(folder), str(final), step, taken.digest
+    def facts(taken: tuple[Snapshot, str]) -> Any:
+        return str(folder), taken[1], str(finals[0]), step, taken[0].digest
 
     try:
-        taken, of_ranks = together(work, ranks, facts=facts)
-        _check_agreement(of_ranks)
+        (taken, _), of_ranks = together(work, ranks, facts=facts)
+        _check_agreement([told[2:] for told in of_ranks])
+        compare_replicas(taken.held)
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    agreed_folder = of_ranks[0][0]
     attempt = Attempt(
-        folder=Path(agreed_folder),
-        finals=finals,
+        folder=Path(of_ranks[0][0]),
+        final=Path(of_ranks[0][1]),
         rank=ranks.rank,
         world_size=ranks.size,
         timeout=timeout,
     )
-    return attempt, taken
+    try:
+        attempt.begin()
+    except OSError as error:
+        attempt.fail(error)
+        if ranks.size == 1:
+            shutil.rmtree(attempt.folder, ignore_errors=True)
+        text = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        raise SaveError(attempt.failed(text)) from error
+    return attempt, replace(taken, held={})
 
 
-def _check_agreement(saves: list[tuple[str, str, int | None, str]]) -> None:
+def _check_agreement(saves: list[tuple[str, int | None, str]]) -> None:
     """Raise unless all ranks save the same tensors, to the same place."""
-    _, final, step, digest = saves[0]
-    for rank, (_, other_final, other_step, other_digest) in enumerate(saves):
+    final, step, digest = saves[0]
+    for rank, (other_final, other_step, other_digest) in enumerate(saves):
         if (other_final, other_step) != (final, step):
             raise MismatchError(
                 f"rank 0 saves {final} (step {step}), rank {rank} saves {other_final} (step "
@@ -216,15 +229,17 @@ def _check_agreement(saves: list[tuple[str, str, int | None, str]]) -> None:
 
 
 def write_and_publish(
-    attempt: Attempt, snapshot: Snapshot, *, sequence: Callable[[], int], step: int | None
+    attempt: Attempt,
+    snapshot: Snapshot,
+    *,
+    sequence: Callable[[], int],
+    step: int | None,
 ) -> Path:
     """Write this rank's part, and return the path once rank 0 has published the checkpoint.
-
     A rank that fails makes every rank fail.
     """
     try:
         began = time.monotonic()
-        attempt.begin()
         attempt.done(_write_part(attempt, snapshot))
         if attempt.rank != 0:
             return attempt.outcome()
@@ -232,93 +247,70 @@ def write_and_publish(
     except BaseException as error:
         attempt.fail(error)
         if isinstance(error, Exception) and not isinstance(error, SaveError):
-            text = f"{type(error).__name__}: {error}"
-            failed = f"has failed: rank {attempt.rank}: {text}"
-            if attempt.rank == 0 and isinstance(error, FileNotFoundError):
-                failed = GIVEN_UP if not attempt.folder.exists() else failed
-            raise SaveError(f"the save {attempt.identity} {failed}") from error
+            if isinstance(error, FileNotFoundError) and not attempt.folder.exists():
+                raise SaveError(f"the save {attempt.identity} {GIVEN_UP}") from error
+            text = f"rank {attempt.rank}: {type(error).__name__}: {error}"
+            raise SaveError(attempt.failed(text)) from error
         raise
-    seconds = time.monotonic() - began
-    log.info("saved %s in %.2f s, rank 0 wrote %d bytes", path, seconds, snapshot.num_bytes)
+    log.info("saved %s in %.2f s", path, time.monotonic() - began)
     return path
 
 
 def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
-    """Write the files of one rank; return their names and the offset of each piece in them."""
-    folder, rank = attempt.folder, attempt.rank
-    items = []
-    with HashedFile(folder / tensor_file(rank)) as stream:
-        for piece in snapshot.pieces:
-            data, archive = on_host(piece.data), stream.tell()
-            stream.head.clear()
-            torch.save(data, cast(IO[bytes], stream))
-            begin = archive + numbers_in(bytes(stream.head), data) if data.numel() else archive
-            box = (list(piece.shape), list(piece.offsets), list(data.shape))
-            length = stream.tell() - archive
-            items.append([piece.key, dtype_name(data.dtype), *box, begin, (archive, length)])
-    files = [stream.record, write_file(folder / rank_file(rank), snapshot.rank_values)]
-    if rank == 0:
-        files.append(write_file(folder / STATE, snapshot.state_values))
-    return {"files": [[file.name, file.size, file.sha256] for file in files], "items": items}
+    """Write the file of one rank; return its record, and the tiles that this rank describes."""
+    values = {VALUES: snapshot.rank_values.decode()}
+    file = write_tensors(attempt.folder / rank_file(attempt.rank), snapshot.tensors, values)
+    parts = []
+    for describe in snapshot.parts:
+        part = describe()
+        name, shape, tiles = table.to_json(
+            Entry(part.shape, part.dtype, (part.tile,)), dtype_name(part.dtype)
+        )
+        parts.append([part.key, name, shape, tiles, part.sharded])
+    return {"file": [file.size, file.sha256], "parts": parts}
 
 
 def _publish(
     attempt: Attempt, snapshot: Snapshot, sequence: Callable[[], int], step: int | None
 ) -> Path:
-    parts = attempt.parts()
-    index = _join(attempt.folder, parts, snapshot.keys)
-    files = [File(*entry) for part in parts for entry in part["files"]]
-    metadata = write_file(attempt.folder / METADATA, for_torch(index))
-    files += [metadata, write_file(attempt.folder / INDEX, dump(index, metadata))]
-
-    def write_manifest() -> None:
-        Manifest(
-            identity=attempt.identity,
-            step=step,
-            sequence=sequence(),
-            world_size=attempt.world_size,
-            num_tensors=len(index),
-            placements=snapshot.placements,
-            optimizer=snapshot.optimizer,
-            config=snapshot.config,
-            versions=versions(),
-            created=now(),
-            files=tuple(files),
-        ).write(attempt.folder)
-
-    return attempt.publish(write_manifest)
+    found = attempt.parts()
+    manifest = join(
+        found,
+        snapshot.keys,
+        identity=attempt.identity,
+        step=step,
+        sequence=sequence(),
+        **snapshot.values,
+    )
+    return attempt.publish(lambda: manifest.write(attempt.folder))
 
 
-def _join(folder: Path, parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
-    """Join the parts of all ranks into an index; raise unless the pieces make whole tensors."""
-    index: Index = {}
-    seen: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+def join(found: list[dict[str, Any]], keys: Iterable[str], **values: Any) -> Manifest:
+    """The manifest of what all ranks have written; raises unless the tiles make whole tensors."""
+    files = [File(rank_file(rank), *part["file"]) for rank, part in enumerate(found)]
+    shapes: dict[str, tuple[Shape, torch.dtype]] = {}
+    tiles: dict[str, dict[Shape, tuple[int, Tile]]] = {}
     problems = []
-    for rank, part in enumerate(parts):
-        for key, dtype, shape, offsets, sizes, begin, archive in part["items"]:
-            kind = dtype_of(dtype, key)
-            chunk = Chunk(tuple(offsets), tuple(sizes), kind, rank, begin, tuple(archive))
-            entry = index.get(key) or Entry(tuple(shape), kind, ())
-            first = seen.setdefault((key, chunk.offsets), chunk)
-            if first is not chunk:  # the same box from ranks on separate meshes
-                if _bytes_of(folder, first) != _bytes_of(folder, chunk):
-                    problems.append(
-                        f"'{key}': rank {rank} holds other values than rank {first.rank}, and they "
-                        f"share no mesh. A checkpoint holds one model: train each model in a "
-                        f"separate process group, or save sw.full_state_dict(model)"
-                    )
-                continue
-            index[key] = replace(entry, chunks=(*entry.chunks, chunk))
-    problems += [f"'{key}': no rank has written any of it" for key in sorted({*keys} - {*index})]
-    for key, entry in index.items():
-        if (problem := entry.problem()) is not None:
+    for rank, part in enumerate(found):
+        for key, dtype, shape, described, sharded in part["parts"]:
+            shapes.setdefault(key, (tuple(shape), dtype_of(dtype, key)))
+            [tile] = table.tiles_from(described)
+            if not tile.numel and math.prod(shape):
+                continue  # torch leaves nothing of a short tensor to some ranks
+            before = tiles.setdefault(key, {}).setdefault(tile.offsets, (rank, tile))
+            if before[0] != rank and sharded and tile.numel:
+                problems.append(
+                    f"'{key}': the meshes of ranks {before[0]} and {rank} both hold it. A "
+                    f"checkpoint holds one model: wrap it with one mesh of all its replicas "
+                    f"(sw.hsdp()), or train each model in a separate process group"
+                )
+    tensors = {}
+    for key, (shape, kind) in shapes.items():
+        of_key = [tile for _, tile in tiles.get(key, {}).values()]
+        tensors[key] = Entry(shape, kind, table.joined(shape, of_key))
+        if (problem := table.problem_of(tensors[key], len(files))) is not None:
             problems.append(f"'{key}': {problem}")
+    problems += [f"'{key}': no rank has written any of it" for key in keys if key not in tensors]
     if problems:
         raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))
-    return index
-
-
-def _bytes_of(folder: Path, chunk: Chunk) -> bytes:
-    with (folder / chunk.file).open("rb") as file:
-        file.seek(chunk.begin)
-        return file.read(chunk.num_bytes)
+    return Manifest(files=files, tensors=tensors, versions=versions(), created=now(), **values)

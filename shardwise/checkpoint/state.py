@@ -3,7 +3,6 @@
 
     model.blocks.0.up.weight                            a parameter or a persistent buffer
     optimizer.state.blocks.0.up.weight.exp_avg          a state, under the name of its parameter
-    state.json                                          groups, options, tied names, scalars
 
 The names are those of the module tree, so a checkpoint depends neither on wrappers nor on the order
 of an optimizer's groups. The tensors are the live tensors: a save reads them, a load writes them.
@@ -11,9 +10,7 @@ of an optimizer's groups. The tensors are the live tensors: a save reads them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
-from shardwise.checkpoint.pieces import Stack, stacks_of
-from shardwise.checkpoint.values import dtype_name, encode
+from shardwise.checkpoint.manifest import model_key, state_key
+from shardwise.checkpoint.pieces import Piece, Stack, local_boxes, stacks_of
+from shardwise.checkpoint.values import dtype_name
 from shardwise.shard.module import units_of
 from shardwise.shard.state_dict import clean
 
@@ -35,6 +32,7 @@ class State:
     """Tensors by key, all other values, and the problems that prevent a save or a load."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    where: dict[str, tuple[str, str | None]] = field(default_factory=dict)  # name and state, by key
     buffers: set[str] = field(default_factory=set)  # keys; saved from rank 0, as ranks may differ
     tied: dict[str, str] = field(default_factory=dict)  # another name -> the saved name
     extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have one
@@ -47,9 +45,9 @@ class State:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add the parameter or buffer ``name``."""
         key = model_key(name)
-        self.tensors[key] = tensor
-        if name in self.stacks:
-            self.members[key] = self.stacks[name].renamed(model_key)
+        self.tensors[key], self.where[key] = tensor, (name, None)
+        if (stack := self.stacks.get(name)) is not None:
+            self.members[key] = replace(stack, key=model_key(stack.name))
 
     def add_state(
         self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
@@ -57,31 +55,35 @@ class State:
         """Add the state ``key`` of the parameter ``name``. If it belongs to experts, ``stack`` says
         how it is stored, under the key ``stored``."""
         full = state_key(name, key)
-        self.tensors[full] = value
+        self.tensors[full], self.where[full] = value, (name, stored)
         if stack is not None:
-            self.members[full] = stack.renamed(partial(state_key, key=stored))
+            self.members[full] = replace(stack, key=state_key(stack.name, stored))
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """The names of a parameter in a checkpoint: a name for each expert of all ranks, if any."""
-        return self.stacks[name].everywhere if name in self.stacks else (name,)
+        """The names under which all ranks together store a parameter."""
+        return self.stacks[name].stored if name in self.stacks else (name,)
 
     def stored_name(self, name: str) -> str:
-        """The name of a parameter in a checkpoint, or of its first expert on this rank."""
+        """The name of a parameter in a checkpoint; of experts, that of the first on this rank."""
         return self.stacks[name].here[0] if name in self.stacks else name
 
+    def pieces(self, key: str) -> list[Piece]:
+        """The boxes of a tensor that this rank holds, as views; of experts, a box for each."""
+        tensor, (name, state) = self.tensors[key], self.where[key]
+        shape, stack = tuple(tensor.shape), self.members.get(key)
+        boxes = local_boxes(tensor)
+        if stack is None:
+            return [Piece(name, state, shape, offsets, data) for offsets, data in boxes]
+        return [piece for box in boxes for piece in stack.pieces(state, shape, *box)]
+
     @property
-    def stored_keys(self) -> frozenset[str]:
-        """The keys of the tensors of all ranks."""
-        plain = self.tensors.keys() - self.members.keys()
-        return frozenset(plain).union(*(stack.everywhere for stack in self.members.values()))
-
-
-def model_key(name: str) -> str:
-    return f"model.{name}"
-
-
-def state_key(name: str, key: str) -> str:
-    return f"optimizer.state.{name}.{key}"
+    def all_keys(self) -> list[str]:
+        """The keys of the stored tensors of all ranks."""
+        keys = set(self.tensors) - set(self.members)
+        for key, stack in self.members.items():
+            _, state = self.where[key]
+            keys |= {model_key(n) if state is None else state_key(n, state) for n in stack.stored}
+        return sorted(keys)
 
 
 # ------------------------------------------------------------------------------ the model
@@ -114,10 +116,11 @@ def model_state(model: nn.Module) -> State:
             first = first_name[id(value)]
             names, firsts = state.stored_names(name), state.stored_names(first)
             state.tied |= zip(names, firsts, strict=False)
-            if len(names) != len(firsts):
+            stacks = {state.stacks.get(name), state.stacks.get(first)} if names != firsts else set()
+            if None in stacks and any(stack is not None and stack.spread for stack in stacks):
                 state.problems.append(
                     f"'{name}' and '{first}' are one tensor, but only one of the names belongs to "
-                    f"experts, which are stored one by one: give '{name}' a separate tensor"
+                    f"experts, of which other ranks hold more: give '{name}' a separate tensor"
                 )
         else:
             first_name[id(value)] = name
@@ -145,81 +148,23 @@ def tensor_problems(name: str, value: Tensor) -> list[str]:
 
 
 def placements_of(model: nn.Module) -> list[str]:
-    """The placements and meshes of a model as text, for the manifest."""
+    """The placements, meshes and formats of a model as text, for the manifest."""
     texts: dict[str, None] = {}
     for unit in units_of(model):
         for group in unit.groups:
             axes = ", ".join(f"{axis.name}={axis.size}" for axis in group.ranks.axes)
-            texts[f"{group.placements} over {axes}"] = None
+            texts[f"{group.placements} over {axes}, {group.format or group.codec.dtype}"] = None
     return list(texts) or ["plain tensors, the same on every rank"]
 
 
-# ------------------------------------------------------------------------------ state.json
-
-
-def json_state(state: State, optimizer: dict[str, Any] | None) -> Any:
-    """The contents of ``state.json``. Values that JSON can't hold are added to ``problems``."""
-    parts = [(f"the extra state '{name}'", value) for name, value in state.extra_states.items()]
-    if optimizer is not None:
-        parts += [(f"the optimizer's {part}", optimizer[part]) for part in ("groups", "scalars")]
-    for where, value in parts:
-        try:
-            encode(value, where)
-        except CheckpointError as error:
-            state.problems.append(str(error))
-    values = {"tied": state.tied, "extra_states": state.extra_states, "optimizer": optimizer}
-    return values | {"dtypes": state.dtypes}
-
-
-def check_json_state(values: Any, where: str, keys: Container[str]) -> None:
-    """Raise unless ``state.json`` has the form that ``json_state`` returns.
-
-    ``keys`` are the keys of the tensors in the index.
-    """
-    if (problem := _json_state_problem(values, keys)) is not None:
-        raise DamagedError(f"{where} is not what shardwise writes: {problem}")
-
-
-def _json_state_problem(values: Any, keys: Container[str]) -> str | None:
-    if not _is_dict(values) or not {"tied", "extra_states", "optimizer"} <= values.keys():
-        return "values are missing"
-    tied, extra_states, optimizer = values["tied"], values["extra_states"], values["optimizer"]
-    if not _is_dict(tied, lambda name: type(name) is str and model_key(name) in keys):
-        return "'tied' does not name tensors"
-    if not _is_dict(extra_states):
-        return "'extra_states' is no dictionary of names"
-    for name, value in extra_states.items():
-        block = value.get("gate_up_block", 0) if type(value) is dict else 0
-        if type(block) is not int or block < 0:
-            return f"the order of gate and up in {shown(name)} is no size"
-    if optimizer is None:
-        return None
-    parts = {"class": str, "groups": list, "scalars": dict, "tensors": dict}
-    if not _is_dict(optimizer) or any(type(optimizer.get(n)) is not k for n, k in parts.items()):
-        return "'optimizer' lacks a part"
-    for group in optimizer["groups"]:
-        if not _is_dict(group) or not (
-            _is_names(group.get("parameters"))
-            and _is_dict(group.get("options"))
-            and "params" not in group["options"]
-            and _is_dict(group.get("described"), lambda text: type(text) is str)
-        ):
-            return "'groups' are not groups of an optimizer"
-    if not _is_dict(optimizer["scalars"], _is_dict) or not _is_dict(
-        optimizer["tensors"], _is_names
-    ):
-        return "the optimizer's states are not listed by parameter"
-    for name, states in optimizer["tensors"].items():
-        for key in states:
-            if state_key(name, key) not in keys:
-                return f"the optimizer state {shown(key)} of {shown(name)} is not in the index"
-    return None
-
-
-def _is_dict(value: Any, item: Callable[[Any], bool] = lambda item: True) -> bool:
-    """Whether a value is a dictionary with texts as keys and values that ``item`` accepts."""
-    return type(value) is dict and all(type(k) is str and item(v) for k, v in value.items())
-
-
-def _is_names(value: Any) -> bool:
-    return type(value) is list and all(type(name) is str for name in value)
+def facts_of(model: nn.Module, num_ranks: int) -> dict[str, Any]:
+    """What must be equal, beside the pieces and the options, for a run to continue bit for bit."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    on_gpu = device.type == "cuda"
+    return {
+        "ranks": num_ranks,
+        "placements": placements_of(model),
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "deterministic algorithms": not on_gpu or torch.are_deterministic_algorithms_enabled(),
+        "training": model.training,
+    }

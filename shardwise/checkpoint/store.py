@@ -32,8 +32,15 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import saving
 from shardwise.checkpoint.attempt import Attempt, is_abandoned, temporary
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, SaveError, ranks_with_data
-from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    SaveError,
+    ranks_with_data,
+)
+from shardwise.checkpoint.files import check_size
+from shardwise.checkpoint.loading import LoadReport, load
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.pieces import Staging
 from shardwise.core import comm
@@ -96,23 +103,23 @@ class Store:
             raise ValueError(f"save(step={step!r}): a step is an integer of 0 or more")
         self.wait()
         ranks = ranks_with_data()
-        final = self.root / f"step-{step:06d}"
-        revisions = [self.root / f"{final.name}-r{n}" for n in range(2, _MAX_SAME_STEP)]
+        name = f"step-{step:06d}"
+        revisions = (f"{name}-r{number}" for number in range(2, _MAX_SAME_STEP))
+        finals = [self.root / one for one in (name, *revisions)]
 
         def take() -> saving.Snapshot:
             return saving.take_snapshot(ranks, model, optimizer, extra, self.config)
 
-        attempt, snapshot = saving.begin(
-            ranks, final, lambda: [final, *revisions], self.timeout, take, step
-        )
+        attempt, snapshot = saving.begin(ranks, finals, self.timeout, take, step)
         try:
-            staged = replace(snapshot, pieces=self._staging.copy(snapshot.pieces))
+            staged = self._staging.copy(snapshot.tensors)
         except BaseException as error:  # out of memory: the others must not wait for this rank
             attempt.fail(error)
+            self._failed.add(attempt.folder)
             raise
         self._in_progress = Future()
         # Not a daemon: a process that ends waits for its last checkpoint.
-        work = (self._in_progress, attempt, staged, step)
+        work = (self._in_progress, attempt, replace(snapshot, tensors=staged), step)
         threading.Thread(target=self._write, args=work, name=f"checkpoint-{step}").start()
 
     def wait(self) -> Path | None:
@@ -180,16 +187,18 @@ class Store:
         *,
         path: Path | None = None,
         or_older: bool = True,
+        report: LoadReport | None = None,
     ) -> tuple[Path, dict[str, Any]] | None:
         """Load the newest checkpoint that is sound to the last byte; return its path and extra.
 
         Waits for a save in progress. Returns None for an empty folder (collective). If a checkpoint
-        is damaged, logs this and loads the next older checkpoint. A checkpoint of another model
-        raises.
+        is damaged or does not fit, logs this and loads the next older checkpoint. If none fits,
+        raises what does not fit.
 
         Args:
             path: the checkpoint to try first instead of the newest; it may be in another folder.
             or_older: False: raise if the first checkpoint is damaged.
+            report: see ``load``.
         """
         ranks = ranks_with_data()
         if self._in_progress is not None:
@@ -201,17 +210,24 @@ class Store:
             candidates = [path, *(other for other in candidates if other != path)]
         if not or_older:
             candidates = candidates[:1]
+        other_model: MismatchError | None = None
+        last: CheckpointError | None = None
         for candidate in candidates:
             try:
-                return candidate, load(candidate, model, optimizer)
+                return candidate, load(candidate, model, optimizer, report=report)
             except DamagedError as error:
                 log.error("%s is damaged and passed over: %s", candidate, error)
                 self._damaged.add(candidate)
                 if len(candidates) == 1:
                     raise
                 last = error
+            except MismatchError as error:  # raised below, if the older ones do not fit either
+                log.error("%s is passed over: %s", candidate, error)
+                other_model = other_model or error
         if not candidates:
             return None
+        if other_model is not None:
+            raise other_model
         names = ", ".join(candidate.name for candidate in candidates)
         raise DamagedError(
             f"no checkpoint in {self.root} is sound ({names}): {last}. Begin a new run, or restore "
@@ -257,7 +273,8 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
             continue
         try:
             manifest = Manifest.read(path)
-            manifest.check_sizes(path)
+            for file in manifest.files:
+                check_size(path, file)
         except CheckpointError as error:
             log.warning("%s is no valid checkpoint: %s", path, error)
             continue

@@ -32,8 +32,9 @@ from shardwise.notices import warn_once
 
 MAX_ARRAY_BYTES = 1 << 20  # larger arrays belong to the model or the optimizer
 MAX_JSON_BYTES = 1 << 26
-MAX_DEPTH = 40  # of a value; a level of a value can take three levels of JSON
-_MAX_JSON_DEPTH = 3 * MAX_DEPTH + 10
+MAX_DEPTH = 40  # of a value
+# What reading a value of a wrong form raises.
+DAMAGE = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError)
 _TAG = "$"
 _NUMPY_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,4}(\[[0-9]{0,3}[a-zA-Z]{1,2}\])?")
 
@@ -80,18 +81,50 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
 def decode(value: Any, where: str) -> Any:
     """The value whose JSON is ``value``: the inverse of ``encode``."""
+    try:
+        return _decode(value)
+    except DAMAGE as error:  # RuntimeError: also of a value that is nested too deep
+        raise DamagedError(f"{where} holds a value that is not what shardwise writes") from error
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(item, where) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, where) for key, item in value.items()}
-    try:
-        return _decode_tagged(value, where)
-    except DamagedError:
-        raise
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise DamagedError(f"{where}: a value tagged {shown(value[_TAG])} is broken") from error
+        return {key: _decode(item) for key, item in value.items()}
+    tag, content = value[_TAG], value["v"]
+    if tag == "tuple":
+        return tuple(_decode(_typed_list(content)))
+    if tag == "dict":
+        return {_decode(key): _decode(item) for key, item in _typed_list(content)}
+    data = base64.b64decode(content, validate=True)
+    if tag == "bytes":
+        return data
+    shape = _typed_list(value["shape"])
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("the shape is no list of sizes")
+    if tag == "tensor":
+        dtype = dtype_of(value["dtype"], "a tensor")
+        if math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"{len(data)} bytes do not fill the shape")
+        if not data:  # frombuffer refuses an empty buffer
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
+    if tag not in ("array", "number") or not _NUMPY_DTYPE.fullmatch(value["dtype"]):
+        raise ValueError("an unknown tag, or a dtype that is none of numpy")
+    kind = numpy.dtype(value["dtype"])
+    if kind.hasobject or math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError("an array of objects, or bytes that do not fill the shape")
+    array = numpy.frombuffer(data, dtype=kind).reshape(shape).copy()
+    return array if tag == "array" else array[()]
+
+
+def _typed_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError("a list belongs here")
+    return value
 
 
 def to_bytes(value: Any, where: str) -> bytes:
@@ -115,22 +148,11 @@ def from_bytes(data: bytes, where: str) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text. Its depth is bounded, so that readers may recurse."""
+    """The value of a JSON text."""
     try:
-        value = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where} is no JSON that can be read: {error}") from error
-    level = [value]
-    for _ in range(_MAX_JSON_DEPTH):
-        if not level:
-            return value
-        level = [
-            item
-            for holder in level
-            if isinstance(holder, dict | list)
-            for item in (holder.values() if isinstance(holder, dict) else holder)
-        ]
-    raise DamagedError(f"{where} is nested more than {_MAX_JSON_DEPTH} levels deep")
 
 
 def dtype_of(name: Any, where: str) -> torch.dtype:
@@ -157,43 +179,6 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     form = {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     return {_TAG: "tensor", **form, "v": _text(data)}
-
-
-def _decode_tagged(value: dict[str, Any], where: str) -> Any:
-    tag, content = value[_TAG], value["v"]
-    if tag in ("tuple", "dict") and type(content) is not list:
-        raise TypeError("a list belongs here")
-    if tag == "tuple":
-        return tuple(decode(item, where) for item in content)
-    if tag == "dict":
-        pairs = [(decode(key, where), decode(item, where)) for key, item in content]
-        if 2 * len({hash(key) for key, _ in pairs}) < len(pairs):
-            raise ValueError("many keys with equal hashes, which would make a dict very slow")
-        return dict(pairs)
-    if tag not in ("bytes", "tensor", "array", "number"):
-        raise DamagedError(f"{where}: the tag {shown(tag)} is unknown")
-    data = base64.b64decode(content, validate=True)
-    if tag == "bytes":
-        return data
-    shape, name = value["shape"], value["dtype"]
-    if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError("the shape is no list of sizes")
-    if tag == "tensor":
-        dtype = dtype_of(name, where)
-        if math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError(f"{len(data)} bytes do not fill the shape")
-        if not data:  # frombuffer refuses an empty buffer
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
-    if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError("the dtype is none of numpy")
-    kind = numpy.dtype(name)
-    if kind.hasobject:
-        raise DamagedError(f"{where}: an array of Python objects is refused")
-    if math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes do not fill the shape")
-    array = numpy.frombuffer(data, dtype=kind).reshape(shape).copy()
-    return array if tag == "array" else array[()]
 
 
 def _check_size(nbytes: int, where: str) -> None:
@@ -236,11 +221,9 @@ class RandomStates:
     def __init__(self, saved: Any, where: str) -> None:
         self._saved, self._where = saved, where
         try:
-            sound = _try(saved)
-        except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            _try(saved)
+        except DAMAGE as error:
             raise DamagedError(f"{where}: the random states can't be used: {error}") from error
-        if not sound:
-            raise DamagedError(f"{where}: the random states are not what shardwise writes")
 
     def restore(self) -> None:
         """Set the generators to the saved states."""
@@ -263,32 +246,25 @@ class RandomStates:
         return seed
 
 
-def _try(saved: Any) -> bool:
-    """Try the states on new generators. Returns False or raises if they are no states."""
-    if type(saved) is not dict:
-        return False
+def _try(saved: Any) -> None:
+    """Try the states on new generators; raise if they are no states."""
     random.Random().setstate(saved["python"])
     torch.Generator().set_state(saved["torch"])
     if (cuda := saved["cuda"]) is not None:
-        if type(cuda) is not torch.Tensor or cuda.dtype != torch.uint8 or cuda.dim() != 1:
-            return False
+        if cuda.dtype != torch.uint8 or cuda.dim() != 1:
+            raise ValueError("no state of a GPU")
         if torch.cuda.is_available():
             torch.Generator("cuda").set_state(cuda)
-    *_, next_gauss = saved["python"]
-    return (next_gauss is None or type(next_gauss) is float) and _try_numpy(saved["numpy"])
-
-
-def _try_numpy(state: Any) -> bool:
-    """Check a state for numpy, which does not check that the position is inside the key."""
-    if type(state) is tuple:
+    if not isinstance(saved["python"][2], float | None):
+        raise TypeError("no state of Python")
+    if type(state := saved["numpy"]) is tuple:
+        # numpy checks neither the types nor whether the position is inside the key.
         _, key, position, has_gauss, gauss = state
-        numbers = (position, has_gauss)
-        if any(type(n) is not int for n in numbers) or type(gauss) not in (int, float):
-            return False
-        if not isinstance(key, numpy.ndarray) or not 0 <= position <= len(key):
-            return False
-    elif type(state) is not dict or state["bit_generator"] not in ("PCG64", "PCG64DXSM", "SFC64"):
-        return False
+        if type(has_gauss) is not int or type(gauss) not in (int, float):
+            raise TypeError("no state of numpy")
+        if type(position) is not int or not 0 <= position <= len(key):
+            raise ValueError(f"a position outside the state of numpy: {shown(position)}")
+    elif state["bit_generator"] not in ("PCG64", "PCG64DXSM", "SFC64"):
+        raise ValueError("an unknown generator of numpy")
     generator = type(numpy.random.get_bit_generator())()  # type: ignore[attr-defined]
     numpy.random.RandomState(generator).set_state(state)
-    return True

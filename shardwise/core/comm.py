@@ -575,6 +575,19 @@ def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
     return [bytes(part) for part in parts.cpu().numpy()]
 
 
+def tell(data: bytes, length: int, group: GroupLike) -> bytes:
+    """The bytes of the first rank of the axis, on every rank. ``length``: their number."""
+    axis = as_axis(group)
+    if axis.size == 1 or axis.pretends:
+        return data
+    device = "cpu" if "cpu" in axis.backends else next(iter(axis.backends))
+    sent = torch.zeros(length, dtype=torch.uint8, device=device)
+    if axis.rank == 0:
+        sent.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(sent, axis.peers[0], group=axis.group)
+    return sent.cpu().numpy().tobytes()
+
+
 def arrived(value: Tensor) -> Tensor:
     """The tensor, after waiting for one of torch's own collectives that may still write it."""
     return value.wait() if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-any-return]

@@ -272,11 +272,11 @@ class Cut:
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """The piece of every holder."""
         pieces = [(0, 0)] * self.num_holders
-        for holder, piece in self._held():
+        for holder, piece in self.held():
             pieces[holder] = piece
         return tuple(pieces)
 
-    def _held(self) -> Iterator[tuple[int, tuple[int, int]]]:
+    def held(self) -> Iterator[tuple[int, tuple[int, int]]]:
         """(holder, piece) for each holder that has elements: few of thousands of ranks may."""
         length, shards = self._run_length, self.layout.holders(self.index)
         for run in range(shards[0] // length, shards[-1] // length + 1):
@@ -295,7 +295,7 @@ class Cut:
     def in_rows(self) -> bool:
         """Whether every holder has whole rows (the same answer on every rank)."""
         row = math.prod(self.item_shape[1:])
-        return len(self.shape) > 0 and not any(lo % row or hi % row for _, (lo, hi) in self._held())
+        return len(self.shape) > 0 and not any(lo % row or hi % row for _, (lo, hi) in self.held())
 
     @cached_property
     def _chunks(self) -> tuple[Box, ...]:

@@ -236,7 +236,7 @@ class Layout:
         row 2    b b b b b        the end of a row, whole rows, the beginning of a row
         row 3    c c . . .
         """
-        return tuple(_boxes(self.items[index].shape, lo, hi))
+        return tuple(boxes_of(self.items[index].shape, lo, hi))
 
     def picture(self, width: int = 72) -> str:
         """One strip for each shard."""
@@ -275,7 +275,8 @@ class _Window(Layout):
         """Check nothing: the layout that this is a part of was checked."""
 
 
-def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
+def boxes_of(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
+    """The elements [lo, hi) of a tensor as boxes, in order."""
     if lo >= hi:
         return
     if not shape:
@@ -287,7 +288,7 @@ def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
         first, skip = divmod(at, row)
         if skip or hi - at < row:  # a part of one row
             end = min(hi, (first + 1) * row)
-            for offsets, sizes in _boxes(rest, skip, end - first * row):
+            for offsets, sizes in boxes_of(rest, skip, end - first * row):
                 yield (first, *offsets), (1, *sizes)
         else:
             end = hi // row * row

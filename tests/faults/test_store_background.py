@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         subprocess.check_call(["umount", str(disk)])
 
 
-@pytest.mark.parametrize(("room", "name"), [(500, "writing-00000"), (3000, "__0_0.distcp")])
+@pytest.mark.parametrize(("room", "name"), [(500, "writing-00000"), (3000, "rank-00000.safe")])
 def test_the_file_that_found_no_room_is_named(room: int, name: str, tmp_path: Path) -> None:
     """Whichever it is: Python names no file where an open one cannot grow."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -275,13 +276,62 @@ def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> N
     assert names(tmp_path) == ["step-000002"]
 
 
+def refuse_the_new_name(rank: int, world_size: int, root: str, call: str) -> str:
+    """The disk of rank 0 fails after the rename: nobody may count on the checkpoint."""
+    model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
+    original = getattr(attempt, call) if call == "sync_directory" else Path.unlink
+
+    def failing(path: Path, *args: Any) -> None:
+        if path in (Path(root), Path(root) / "step-000001" / attempt.MARK):
+            raise OSError(errno.EIO, "Input/output error")
+        original(path, *args)
+
+    owner = attempt if call == "sync_directory" else Path
+    with mock.patch.object(owner, call, failing) if rank == 0 else contextlib.nullcontext():
+        store = Store(root, timeout=60)
+        store.save(1, model)
+        with pytest.raises(SaveError) as caught:
+            store.wait()
+    assert store.checkpoints() == []
+    store.save(1, model)
+    assert store.wait() == Path(root) / "step-000001"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["sync_directory", "unlink"])
+def test_a_failure_after_the_rename_is_everybodys(call: str, tmp_path: Path) -> None:
+    """Rank 0 raised, and the others had seen the new name."""
+    messages = run_ranks(refuse_the_new_name, 2, str(tmp_path / "store"), call)
+    assert "Input/output error" in messages[0]
+    assert "Input/output error" in messages[1] or attempt.GIVEN_UP in messages[1]
+
+
+def no_memory(rank: int, world_size: int, root: str) -> str:
+    model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
+    store = Store(root, timeout=60)
+    failing = mock.patch.object(store._staging, "copy", side_effect=MemoryError("no more"))
+    try:
+        with failing if rank == 1 else contextlib.nullcontext():
+            store.save(1, model)
+        store.wait()
+    except (SaveError, MemoryError) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_without_memory_for_the_copy_is_named(tmp_path: Path) -> None:
+    """The folder went, and the innocent ranks blamed themselves."""
+    innocent, guilty = run_ranks(no_memory, 2, str(tmp_path))
+    assert guilty == "no more" and "rank 1: MemoryError: no more" in innocent
+
+
 def test_a_failure_is_seen_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may look at any moment: what it would read is asked at each rename. The reason
     takes no more room than ``begin`` took: a full disk has none."""
     seen, original = [], Path.replace
 
     def looked_at(self: Path, target: Any) -> Path:
-        if Path(target).name.startswith("failed-"):
+        if Path(target).name == attempt.END:
             seen.append(self.read_text())
             assert self.stat().st_size == attempt._REASON_BYTES
         return original(self, target)
@@ -356,8 +406,7 @@ def test_a_removal_that_fails_is_survived_and_done_later(
     store.save(1, net(1.0))
     store.wait()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(os, "unlink", lambda *a, **k: (_ for _ in ()).throw(PermissionError("no")))
-        patch.setattr(store_module.saving.Attempt, "publish", publish_without_unlink)
+        patch.setattr(os, "unlink", unlink_marks_alone)
         store.save(2, net(2.0))
         assert store.wait() == tmp_path / "step-000002", "the save is fine"
     assert "stays for now" in caplog.text
@@ -369,15 +418,13 @@ def test_a_removal_that_fails_is_survived_and_done_later(
     assert names(tmp_path) == ["step-000003"]
 
 
-_publish = store_module.saving.Attempt.publish
+_unlink = os.unlink
 
 
-def publish_without_unlink(attempt: Any, write_manifest: Any) -> Path:
-    """The markers of a save are removed by other means, so that the removal alone fails."""
-    for entry in list(attempt.folder.iterdir()):
-        if entry.name.startswith(("done-", "writing-")):
-            os.remove(entry)
-    return _publish(attempt, write_manifest)
+def unlink_marks_alone(path: Any, **kwargs: Any) -> None:
+    if not Path(path).name.startswith(("done-", "writing-")):
+        raise PermissionError("no")
+    _unlink(path, **kwargs)
 
 
 def test_a_rename_that_fails_keeps_the_old_one_whole(

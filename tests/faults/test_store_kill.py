@@ -249,8 +249,8 @@ def test_a_rank_killed_at_random_moments_of_a_save_loses_nothing(tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and its children die with it")
 def test_a_kill_before_any_call_to_the_file_system_loses_nothing(tmp_path: Path) -> None:
     calls = run_server("every", tmp_path)
-    # 4 fsyncs of files, 3 of directories, 2 renames, writes, removals: that the net was cast.
-    assert calls > 25, calls
+    # 2 fsyncs of files, 3 of directories, 2 renames, writes, removals: that the net was cast.
+    assert calls > 15, calls
 
 
 # ------------------------------------------------------------------------------ power failures
@@ -277,7 +277,7 @@ def test_everything_is_on_the_disk_before_the_name_is(
     published = happened.index(("rename", "one"))
     manifest = happened.index(("fsync", "manifest.json"))
     synced = {name for what, name in happened[:manifest] if what == "fsync"}
-    assert synced >= {"__0_0.distcp", "rank-00000.json", "index.json", "state.json", ".metadata"}
+    assert "rank-00000.safetensors" in synced
     folder = next(iter(name for name in synced if ".tmp-" in name))
     assert ("fsync", folder) in happened[manifest:published], "the manifest's name"
     assert happened[published + 1] == ("fsync", tmp_path.name), "the new name"

@@ -145,9 +145,9 @@ def test_verify_says_what_is_wrong(trained: Path) -> None:
     whole = inside("verify", "run", cwd=trained)
     assert whole.returncode == 0 and "step-000004" in whole.stdout
     shutil.copytree(trained / "run", trained / "damaged")
-    next((trained / "damaged/checkpoints/step-000004").glob("*.distcp")).unlink()
+    next((trained / "damaged/checkpoints/step-000004").glob("*.safetensors")).unlink()
     damaged = inside("verify", "damaged", cwd=trained)
-    assert damaged.returncode == 1 and ".distcp" in damaged.stdout
+    assert damaged.returncode == 1 and ".safetensors" in damaged.stdout
     several = inside("verify", "run/checkpoints", cwd=trained)
     assert several.returncode == 1 and "pass " in several.stdout
     (trained / "nothing").mkdir()

@@ -102,7 +102,7 @@ def save_between(model: Model, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         backward(model)
         step(optimizer)
-        Staging().copy(take_snapshot(all_ranks(), model, optimizer, None, None).pieces)
+        Staging().copy(take_snapshot(all_ranks(), model, optimizer, None, None).tensors)
 
 
 def unshard(model: Model, optimizer: torch.optim.Optimizer) -> None:

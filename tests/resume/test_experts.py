@@ -108,8 +108,11 @@ def test_experts_and_extra_states_that_two_modules_share_come_back(tmp_path: Pat
     sw.load(tmp_path / "twice", twice)
     assert twice[2].count == 3
     other.register_parameter("borrowed", saved[0].fc2.weight)
-    with pytest.raises(CheckpointError, match=r"'2\.borrowed' and '0\.fc2\.weight' are one tensor"):
-        sw.save(tmp_path / "two", nn.ModuleList([*saved, other]))
+    sw.save(tmp_path / "borrowed", nn.ModuleList([*saved, other]))
+    with torch.no_grad():
+        saved[0].fc2.weight.zero_()
+    sw.load(tmp_path / "borrowed", nn.ModuleList([*saved, other]))
+    assert other.borrowed.any()
 
 
 def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_pa
     sw.save(tmp_path / "three", mlp())
     with pytest.raises(MismatchError, match=r"missing from it: 'fc1\.weight3' \[8, 8\]"):
         sw.load(tmp_path / "three", mlp(4))
-    with pytest.raises(MismatchError, match=r"unexpected in it: 'fc2\.weight2' \[8, 4\]"):
+    with pytest.raises(MismatchError, match=r"'fc2\.weight' has 3 experts, 2 here"):
         sw.load(tmp_path / "three", mlp(2))
     silent = mlp()
     silent.fc1.__class__ = type(silent.fc2)  # a linear that does not say in which order they stand

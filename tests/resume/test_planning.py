@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import os
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.checkpoint import CheckpointError, Manifest, Store, verify
-from shardwise.checkpoint.index import tiling_problem
-from shardwise.checkpoint.pieces import pieces_to_write
-from shardwise.checkpoint.reading import Checkpoint
+from shardwise.checkpoint import (
+    CheckpointError,
+    Manifest,
+    MismatchError,
+    SaveError,
+    Store,
+    verify,
+)
+from shardwise.checkpoint.pieces import divide
+from shardwise.checkpoint.table import Run, Tile, runs_of, tiling_problem
 from shardwise.checkpoint.values import from_bytes, to_bytes
 from shardwise.core import comm
+from tests.one_card import device_type
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, everything, wrap
@@ -68,7 +77,7 @@ def count_exchanges(rank: int, world_size: int, layers: int, path: str) -> dict[
             sw.save(path, net, optimizer)
             phase = "load"
             sw.load(path, net, optimizer)
-        assert calls == [], "no tensor travels"
+        assert calls == [], "no tensor travels, but the manifest"
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
@@ -80,7 +89,7 @@ def test_the_number_of_exchanges_does_not_depend_on_the_number_of_tensors(
     layers: int, tmp_path: Path
 ) -> None:
     for counts in run_ranks(count_exchanges, 2, layers, str(tmp_path / "one")):
-        assert counts == {"save agree": 2, "load agree": 4}
+        assert counts == {"save agree": 2, "load agree": 5, "load broadcast": 1}
 
 
 def save_and_move(rank: int, world_size: int, path: str) -> None:
@@ -99,8 +108,8 @@ def test_rank_0_may_move_a_checkpoint_at_once(tmp_path: Path) -> None:
 def bytes_to_write(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
     net = wrap(Net(), strategy, world_size)
     tensors = dict(net.named_parameters())
-    pieces = pieces_to_write(tensors, rank, world_size)
-    return sum(piece.data.nbytes for piece in pieces), sum(p.nbytes for p in tensors.values())
+    written = divide(tensors, rank, world_size).written.values()
+    return sum(piece.nbytes for piece in written), sum(p.nbytes for p in tensors.values())
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("zero0", 3), ("hsdp", 4), ("zero3", 2)])
@@ -208,22 +217,71 @@ def no_refresh(rank: int, world_size: int, root: str) -> None:
 # ------------------------------------------------------------------------------ arithmetic
 
 
-def test_the_index_is_the_layout(tmp_path: Path) -> None:
-    boxes = run_ranks(boxes_of, 3, str(tmp_path / "one"))
-    index = Checkpoint.open(tmp_path / "one", Manifest.read(tmp_path / "one")).index
-    for name in boxes[0]:
-        expected = [tuple(box) for one in boxes for box in one[name]]
-        found = [(chunk.offsets, chunk.sizes) for chunk in index[f"model.{name}"].chunks]
-        assert sorted(found) == sorted(expected), name
+def test_the_table_is_the_layout(tmp_path: Path) -> None:
+    pieces = run_ranks(pieces_of, 3, str(tmp_path / "one"))
+    tensors = Manifest.read(tmp_path / "one").tensors
+    for name in pieces[0]:
+        [tile] = tensors[f"model.{name}"].tiles
+        expected = [(rank, *one[name]) for rank, one in enumerate(pieces) if any(one[name])]
+        assert [tuple(saved) for saved in tile.pieces(0, tile.numel)] == expected, name
 
 
-def boxes_of(rank: int, world_size: int, path: str) -> dict[str, list[Any]]:
+@pytest.mark.parametrize(
+    ("ranks", "lengths", "expected"),
+    [
+        ([3], [7], [Run(3, 0, 7, 1)]),
+        ([0, 1, 2, 3], [5, 8, 8, 2], [Run(0, 0, 5, 1), Run(1, 1, 8, 2), Run(3, 0, 2, 1)]),
+        ([0, 4, 1, 5, 2, 6], [8] * 6, [Run(0, 4, 8, 2, 1, 3)]),
+        ([0, 1, 5, 6, 7], [8] * 5, [Run(0, 1, 8, 2), Run(5, 1, 8, 3)]),
+        ([9, 3, 0], [4, 0, 4], [Run(9, -9, 4, 2)]),
+        ([], [], []),
+    ],
+)
+def test_pieces_that_are_alike_are_one_run(
+    ranks: list[int], lengths: list[int], expected: list[Run]
+) -> None:
+    assert runs_of(ranks, lengths) == expected
+    tile = Tile((0,), (sum(lengths),), tuple(expected))
+    found = [(saved.rank, saved.high - saved.low) for saved in tile.pieces(0, sum(lengths))]
+    assert found == [pair for pair in zip(ranks, lengths, strict=True) if pair[1]]
+
+
+def test_runs_of_any_pieces_give_the_pieces() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        count = rng.randrange(1, 30)
+        ranks = [rng.randrange(4) for _ in range(count)]
+        lengths = [rng.choice((1, 1, 5)) for _ in range(count)]
+        tile = Tile((0,), (sum(lengths),), tuple(runs_of(ranks, lengths)))
+        whole = [tuple(saved) for saved in tile.pieces(0, tile.numel)]
+        assert [(r, high - low) for r, low, high in whole] == list(zip(ranks, lengths, strict=True))
+        low, high = sorted(rng.sample(range(tile.numel + 1), 2))
+        some = [one for one in whole if one[1] < high and one[2] > low]
+        assert [tuple(saved) for saved in tile.pieces(low, high)] == some
+
+
+def save_halves(rank: int, world_size: int, path: str, strategy: str) -> str:
+    """A model on ranks 0 and 1, another of the same names on ranks 2 and 3, saved at once."""
+    half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    net = nn.Linear(6, 5)
+    sw.fully_shard(net, mesh=half, placements=sw.zero(int(strategy[-1])))
+    with pytest.raises(SaveError) as caught:
+        sw.save(path, net)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_two_models_are_not_saved_as_one(strategy: str, tmp_path: Path) -> None:
+    """The checkpoint held the first model alone, and a load gave it to everybody."""
+    for message in run_ranks(save_halves, 4, str(tmp_path / "one"), strategy):
+        assert "'model.weight': the meshes of ranks 0 and 2 both hold it" in message
+    assert not (tmp_path / "one").exists()
+
+
+def pieces_of(rank: int, world_size: int, path: str) -> dict[str, tuple[int, int]]:
     net = wrap(Net(), "zero3", world_size, **helpers.by_grain(sw.ELEMENT))
     sw.save(path, net)
-    return {
-        name: [(tuple(offsets), tuple(sizes)) for offsets, sizes in parameter.cut.boxes]
-        for name, parameter in net.named_parameters()
-    }
+    return {name: parameter.cut.piece for name, parameter in net.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -254,9 +312,9 @@ def test_the_manifest_says_what_made_it(tmp_path: Path) -> None:
     assert (manifest.step, manifest.world_size, manifest.sequence) == (7, 1, 1)
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.optimizer is not None
-    matrix, elementwise = manifest.optimizer["groups"]
+    matrix, elementwise = manifest.optimizer.options
     assert matrix["momentum_form"] == "ema" and matrix["lr"] == 0.02
-    assert elementwise["lr"] == 1e-2 and elementwise["num_parameters"] > 0
+    assert elementwise["lr"] == 1e-2 and {*manifest.optimizer.parameters.values()} == {0, 1}
     assert manifest.num_tensors > 20 and manifest.num_bytes > 10_000
     for boundary in run_ranks(placements_text, 2, str(tmp_path / "two")):
         assert "compute=[S]" in boundary and "dp=2" in boundary
@@ -326,6 +384,7 @@ class Odd(nn.Module):
             self.register_buffer(f"as_{name}", data.view(getattr(torch, name)))
         number = torch.randn(4, 6, generator=generator)
         self.register_buffer("flags", number > 0)
+        self.register_buffer("wide", torch.complex(number, number + 1).to(torch.complex128))
         self.register_buffer("conjugated", torch.complex(number, number + 1).conj())
         self.register_buffer("negated", torch.complex(number, number + 1).conj().imag)
         self.register_buffer("row", number[:, 0].clone()[:, None].t())
@@ -347,9 +406,109 @@ def test_every_dtype_and_stride_comes_back(at_once: bool, tmp_path: Path) -> Non
     assert verify(tmp_path / "store" / "step-000001").ok
     sw.load(tmp_path / "store" / "step-000001", other)
     buffers = dict(saved.named_buffers())
-    assert len(buffers) == 15
+    assert len(buffers) == 16
     for name, value in other.named_buffers():
         assert value.dtype == buffers[name].dtype and value.shape == buffers[name].shape, name
         plain = [x.resolve_conj().resolve_neg().contiguous() for x in (value, buffers[name])]
         one, two = (x.reshape(-1).view(torch.uint8) for x in plain)
         assert torch.equal(one, two), name
+
+
+# ------------------------------------------------------------------------------ what a load did
+
+
+def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, str, str]:
+    """A run is saved and loaded into another one; what the report says, and what continues."""
+    torch.manual_seed(1)
+    strategy = "zero1" if way == "strategy" and world_size == 2 else "zero3"
+    net, optimizer = helpers.make(strategy, "adamw", world_size, 2)
+    helpers.train_step(net, optimizer, 0, rank, world_size)
+    path = f"{folder}/one"
+    if way == "save":
+        sw.save(path, net, optimizer, config={"batch": 12})
+        return True, "", ""
+    if way == "grain":
+        net = wrap(Net(), "zero3", world_size, **helpers.by_grain(sw.TENSOR))
+        optimizer = helpers.one_group(net)
+    report = sw.LoadReport(config={"batch": 16 if way == "batch" else 12})
+    sw.load(path, net, None if way == "weights" else optimizer, report=report)
+    assert report.num_tensors and not report.kept
+    assert bool(report.left_out) == (way == "weights") or report.left_out == []
+    return report.continues, str(report), "; ".join(report.differences)
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "word"),
+    [
+        ("same", 2, ""),
+        ("strategy", 2, "placements"),
+        ("ranks", 3, "ranks: 2 then, 3 now"),
+        ("grain", 2, "lay on other ranks"),
+        ("batch", 2, "batch: 12 then, 16 now"),
+        ("weights", 2, "the optimizer was not loaded"),
+    ],
+)
+def test_a_report_says_whether_a_run_continues_bit_for_bit(
+    way: str, ranks: int, word: str, tmp_path: Path
+) -> None:
+    run_ranks(report_of, 2, str(tmp_path), "save")
+    found = run_ranks(report_of, ranks, str(tmp_path), way)
+    assert all(one == found[0] for one in found), "the same on all ranks"
+    continues, text, differences = found[0]
+    assert continues == (way == "same") and word in differences
+    assert ("bit for bit" in text) == continues
+
+
+def test_a_part_of_a_model_takes_the_weights_that_fit(tmp_path: Path) -> None:
+    """As fine-tuning begins: another head, other names, no optimizer."""
+    torch.manual_seed(1)
+    base = nn.ModuleDict(
+        {"body": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "head": nn.Linear(3, 9)}
+    )
+    sw.save(tmp_path / "one", base, torch.optim.AdamW(base.parameters()))
+    torch.manual_seed(2)
+    tuned = nn.ModuleDict(
+        {"body": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "head": nn.Linear(3, 2)}
+    )
+    renamed = nn.ModuleDict(
+        {"encoder": tuned["body"], "head": tuned["head"], "new": nn.Linear(1, 1)}
+    )
+    before, drawn = tuned["head"].weight.clone(), torch.get_rng_state()
+    with pytest.raises(MismatchError):
+        sw.load(tmp_path / "one", renamed)
+    report = sw.LoadReport()
+    sw.load(tmp_path / "one", renamed, strict=False, names={"encoder.": "body."}, report=report)
+    for name, value in tuned["body"].state_dict().items():
+        assert torch.equal(value, base["body"].state_dict()[name])
+    assert torch.equal(tuned["head"].weight, before) and torch.equal(torch.get_rng_state(), drawn)
+    assert report.kept == ["head.weight", "head.bias", "new.weight", "new.bias"]
+    assert report.left_out == ["head.bias", "head.weight"] and report.num_tensors == 4
+    with pytest.raises(MismatchError, match="no weight fits"):
+        sw.load(tmp_path / "one", nn.Linear(3, 3), strict=False)
+    for wrong in (
+        {"names": {"a": "b"}},
+        {"strict": False, "optimizer": torch.optim.SGD(base.parameters())},
+    ):
+        with pytest.raises(ValueError, match="strict=False"):
+            sw.load(tmp_path / "one", base, **wrong)
+
+
+def save_unequal(rank: int, world_size: int, path: str) -> str:
+    net = wrap(Net(), "zero1", world_size)
+    optimizer = torch.optim.AdamW(net.parameters())
+    sw.save(f"{path}/one", net, optimizer)
+    replicated = wrap(Net(), "zero0", world_size)
+    with sw.debug(replicated):
+        sw.save(f"{path}/two", replicated)
+    with torch.no_grad():
+        replicated.norm.weight.to_local().add_(rank)
+    sw.save(f"{path}/three", replicated)  # a save writes what the writing rank holds
+    with sw.debug(replicated), pytest.raises(RuntimeError) as caught:
+        sw.save(f"{path}/four", replicated)
+    return str(caught.value)
+
+
+def test_debug_finds_replicas_that_differ_at_a_save(tmp_path: Path) -> None:
+    for text in run_ranks(save_unequal, 2, str(tmp_path)):
+        assert "norm.weight" in text and "differ" in text
+    assert not (tmp_path / "four").exists()

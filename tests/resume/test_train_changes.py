@@ -276,7 +276,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
     data, run = str(finished / "text.txt"), tmp_path / "run"
     shutil.copytree(finished / "run", run)
     newest = run / "checkpoints" / "step-000008"
-    shard = newest / "__1_0.distcp"
+    shard = newest / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(bytes(len(content)) if damage == "zeros" else content)
@@ -285,7 +285,9 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
         os.mkfifo(shard)
     assert run_ranks(older_one, 2, str(run), str(newest), data, True) == [4, 4]
     said = run_ranks(older_one, 2, str(run), str(newest), data, False)
-    assert all("__1_0.distcp" in text for text in said), "asked for by name, it is refused by name"
+    assert all("rank-00001.safetensors" in text for text in said), (
+        "asked for by name, refused by it"
+    )
     if damage == "a pipe":  # seen without a look at the bytes, by export and generate too
         assert newest_checkpoint(run).name == "step-000004"
         assert "step-000004 is used, the newest of the valid checkpoints" in caplog.text

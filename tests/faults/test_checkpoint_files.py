@@ -1,0 +1,745 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of a checkpoint that is not what shardwise wrote is refused by its name, by every reader,
+before anything changes; and a run goes on from the checkpoint before.
+
+*Damaged* files have bytes that differ from their sha256. *Forged* ones are resealed by an attacker
+who can write every file: sizes and sha256 are right, the contents are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import random
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    Store,
+    export,
+    reading,
+    valid_checkpoints,
+    verify,
+)
+from tests.models import fill, filled, mesh_of
+from tests.ranks import run_ranks
+from tests.resume import helpers
+from tests.resume.helpers import trained
+
+MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
+FUZZ_ROUNDS = 500 if os.environ.get("SHARDWISE_NIGHTLY") else 60
+MEMORY = 400 << 20  # bytes that a reader of a forged checkpoint may take beyond those it has
+Body = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------ making them
+
+
+def seal(path: Path, change: Callable[[Body], object] = lambda body: None) -> None:
+    """Write a manifest that fits the files as they are, as an attacker would."""
+    body = json.loads((path / MANIFEST).read_text())["body"]
+    for rank, file in enumerate(sorted(path.glob("rank-*"))):
+        data = file.read_bytes()
+        body["files"][rank] = [len(data), hashlib.sha256(data).hexdigest()]
+    change(body)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    content = {"format": "shardwise checkpoint 3", "sha256": digest, "body": body}
+    (path / MANIFEST).write_text(json.dumps(content))
+
+
+def reheader(path: Path, change: Callable[[Body], object], name: str = FIRST) -> None:
+    """Change the header of a rank's file."""
+    data = (path / name).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    (path / name).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def revalue(path: Path, change: Callable[[Body], object], name: str = FIRST) -> None:
+    """Change the random states and extra of a rank."""
+
+    def rewrite(header: Body) -> None:
+        values = json.loads(header["__metadata__"]["values"])
+        change(values)
+        header["__metadata__"]["values"] = json.dumps(values)
+
+    reheader(path, rewrite, name)
+
+
+def put(*place: Any) -> Callable[[Body], object]:
+    """A change that sets a value: the keys that lead to it, then the value."""
+    *keys, last, value = place
+
+    def change(body: Body) -> None:
+        holder: Any = body
+        for key in keys:
+            holder = holder[key]
+        holder[last] = value
+
+    return change
+
+
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    stream = BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], stream)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The newer one of two checkpoints of one rank."""
+    model, optimizer = stepped()
+    with Store(tmp_path / "store", keep=None) as store:
+        for step in (1, 2):
+            store.save(step, model, optimizer, {"step": step})
+    return tmp_path / "store" / "step-000002"
+
+
+def assert_refused(path: Path, name: str, kind: type[CheckpointError] = DamagedError) -> None:
+    """By every reader, which names the file and changes nothing; a run goes on from the older."""
+    model, optimizer = stepped()
+    before = everything(model, optimizer)
+    with pytest.raises(kind) as caught:
+        sw.load(path, model, optimizer)
+    assert name.removeprefix("model.") in str(caught.value) and len(str(caught.value)) < 4000
+    assert everything(model, optimizer) == before
+    if kind is DamagedError:
+        assert not verify(path).ok and name in str(verify(path))
+    resumed = Store(path.parent).resume(model, optimizer)
+    assert resumed is not None and resumed[0].name == "step-000001" and resumed[1] == {"step": 1}
+
+
+def test_an_honest_checkpoint_resealed_is_accepted(path: Path) -> None:
+    """The control: what is refused below is refused for its contents."""
+    for change in (reheader, revalue):
+        change(path, lambda values: None)
+        seal(path)
+        assert verify(path).ok, str(verify(path))
+        assert sw.load(path, *stepped()) == {"step": 2}
+        assert export(path, path.parent / change.__name__)
+
+
+# ------------------------------------------------------------------------------ damaged
+
+
+def flip(path: Path, position: int | None = None, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace(path: Path) -> None:
+        path.rename(path.parent.with_name("hidden"))
+        make(path)
+
+    return replace
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "flipped": flip,
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "link": instead(lambda path: path.symlink_to(path.parent.with_name("hidden"))),
+    "pipe": instead(os.mkfifo),
+    "zeros": instead(lambda path: path.symlink_to("/dev/zero")),
+    "directory": instead(Path.mkdir),
+}
+
+
+@pytest.mark.parametrize("name", [FIRST, MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_not_loaded(damage: str, name: str, path: Path) -> None:
+    DAMAGES[damage](path / name)
+    gone = name == MANIFEST and damage == "missing"  # then it is no checkpoint at all
+    with pytest.raises(CheckpointError, match=name):
+        export(path, path.parent / "out")
+    assert not (path.parent / "out").exists()
+    newest = valid_checkpoints(path.parent)[-1][0].name  # what costs no reading is seen at once
+    assert newest == ("step-000002" if (name, damage) == (FIRST, "flipped") else "step-000001")
+    assert_refused(path, name, CheckpointError if gone else DamagedError)
+
+
+def test_no_flipped_bit_anywhere_passes(path: Path) -> None:
+    rng = random.Random(3)
+    for name in (FIRST, MANIFEST):
+        whole = (path / name).read_bytes()
+        for _ in range(60):
+            flip(path / name, rng.randrange(len(whole) - 1), rng.randrange(8))
+            with pytest.raises(CheckpointError):
+                sw.load(path, *stepped())
+            assert not verify(path).ok
+            (path / name).write_bytes(whole)
+    assert verify(path).ok
+
+
+def test_nothing_is_interpreted_before_every_sha256_was_compared(path: Path) -> None:
+    flip(path / FIRST, -1)
+    with mock.patch.object(reading, "read_header") as read, pytest.raises(DamagedError):
+        sw.load(path, *stepped())
+    read.assert_not_called()
+
+
+@pytest.mark.parametrize("format", ["shardwise checkpoint 2", "shardwise checkpoint 4", None])
+def test_another_form_of_checkpoint_is_named(format: Any, path: Path) -> None:
+    content = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(content | {"format": format}))
+    assert_refused(path, MANIFEST)
+    with pytest.raises(DamagedError, match=r"checkpoint 3.*version"):
+        sw.load(path, *stepped())
+
+
+def test_what_is_no_checkpoint_is_told_apart(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"pass one of them, .*step-000002"):
+        sw.load(path.parent, nn.Linear(3, 4))
+    with pytest.raises(CheckpointError, match="no such directory"):
+        sw.load(tmp_path / "step-000009", nn.Linear(3, 4))
+    (tmp_path / "hub").mkdir()
+    for name in ("hub/model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(bytes(64))
+    for given in ("hub", "pytorch_model.bin"):  # nothing is wrong with them: what reads them is
+        with pytest.raises(CheckpointError, match=r"sw\.load_full_state_dict") as caught:
+            sw.load(tmp_path / given, nn.Linear(3, 4))
+        assert not isinstance(caught.value, DamagedError)
+
+
+# ------------------------------------------------------------------------------ forged
+
+
+WEIGHT = "tensors", "model.weight"  # ["float32", [4, 3], [[offsets, sizes, runs]]]
+TILE = (*WEIGHT, 2, 0)
+STATE = "tensors", "optimizer.state.weight.exp_avg"
+FORGED: dict[str, Callable[[Body], object]] = {
+    "shape": put(*WEIGHT, 1, [5, 3]),
+    "a huge shape": put(*WEIGHT, 1, [1 << 40, 1 << 40]),
+    "many dimensions": put(*WEIGHT, 1, [1] * 65),
+    "no shape": put(*WEIGHT, 1, "x"),
+    "dtype": put(*WEIGHT, 0, "int32"),
+    "no dtype": put(*WEIGHT, 0, "load"),
+    "a list for a dtype": put(*WEIGHT, 0, []),
+    "too short": put(*TILE, 2, [[0, 0, 11, 1]]),
+    "claimed twice": put(*TILE, 2, [[0, 0, 6, 3, 0, 1]]),
+    "two tiles in one place": lambda body: body["tensors"]["model.weight"][2].append(
+        [[0, 0], [4, 3], [[0, 0, 12, 1]]]
+    ),
+    "rows twice, rows never": put(*WEIGHT, 2, [[[0, 0], [2, 3], [[0, 0, 6, 1]]]] * 2),
+    "two pieces of one rank": put(*TILE, 2, [[0, 0, 6, 2]]),
+    "many pieces": put(*TILE, 2, [[0, 0, 1, 1 << 40]]),
+    "outside": put(*TILE, 0, [1, 0]),
+    "another rank": put(*TILE, 2, [[1, 0, 12, 1]]),
+    "rank -1": put(*TILE, 2, [[-1, 0, 12, 1]]),
+    "rank True": put(*TILE, 2, [[True, 0, 12, 1]]),
+    "rank ../secret": put(*TILE, 2, [["../secret", 0, 12, 1]]),
+    "no run": put(*TILE, 2, [7]),
+    "no tiles": put(*WEIGHT, 2, []),
+    "no tensors": put("tensors", [1]),
+    "a tensor that is nowhere": put(
+        "tensors", "model.ghost", ["float32", [], [[[], [], [[0, 0, 1, 1]]]]]
+    ),
+    "a number for a tensor": put("tensors", "model.weight", 7),
+    "a billion ranks": put("files", [[1, "x"]] * 3),
+    "no files": put("files", []),
+    "a name for a size": put("files", 0, ["x", "x"]),
+    "a negative size": put("files", 0, [-1, "x"]),
+    "no optimizer, and states": put("optimizer", None),
+    "optimizer": put("optimizer", []),
+    "an option outside of the table": put("optimizer", "parameters", "weight", 9),
+    "options": put("optimizer", "options", [7]),
+    "parameters as an option": put("optimizer", "options", 0, "params", []),
+    "states outside of the table": put("optimizer", "tensors", "weight", -1),
+    "a state that is no tensor": put("optimizer", "states", 0, ["step", "ghost"]),
+    "scalars": put("optimizer", "scalars", {"weight": 7}),
+    "tied to a ghost": put("tied", {"x": "ghost"}),
+    "tied to itself": put("tied", {"x": "x"}),
+    "ties": put("tied", {"x": 7}),
+    "experts": put("experts", {"weight": 9}),
+    "extra states": put("extra_states", []),
+    "an order of gate and up": put("extra_states", {"x": {"gate_up_block": "a"}}),
+    "versions": put("versions", {}),
+    "step": put("step", -1),
+    "a step of another kind": put("step", "1"),
+    "sequence": put("sequence", None),
+    "placements": put("placements", [7]),
+    "config": put("config", 7),
+    "one more field": put("surprise", 1),
+    "one field less": lambda body: body.pop("created"),
+    "a tag": put("config", {"a": {"$": "eval", "v": "1"}}),
+    "an array of objects": put(
+        "config", {"a": {"$": "array", "dtype": "|O", "shape": [1], "v": "AAAAAAAAAAA="}}
+    ),
+    "too few bytes": put(
+        "config", {"a": {"$": "tensor", "dtype": "float32", "shape": [9], "v": "AAAA"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_a_forged_manifest_is_refused(change: str, path: Path) -> None:
+    seal(path, FORGED[change])
+    if change not in AGAINST_THE_FILE:
+        return assert_refused(path, MANIFEST)
+    # Right by itself: a model can't tell it from another model, the file of the rank can.
+    assert_refused(path, "model.", MismatchError)
+    assert FIRST in str(verify(path)) and not verify(path).ok
+    with pytest.raises(DamagedError, match=FIRST):
+        export(path, path.parent / "out")
+
+
+AGAINST_THE_FILE = ("dtype", "a tensor that is nowhere")
+HEADERS: dict[str, Callable[[Body], object]] = {
+    "a piece is missing": lambda header: header.update(x=header.pop("model.weight")),
+    "another dtype": put("model.weight", "dtype", "I32"),
+    "a list for a dtype": put("model.weight", "dtype", []),
+    "beyond the end": put("model.weight", "data_offsets", [0, 1 << 40]),
+    "bytes of another": lambda header: header["model.bias"].update(
+        data_offsets=header["model.weight"]["data_offsets"]
+    ),
+    "backwards": put("model.weight", "data_offsets", [48, 0]),
+    "no offsets": put("model.weight", "data_offsets", None),
+    "no tensor": put("model.weight", 7),
+    "no values": put("__metadata__", {}),
+    "no metadata": put("__metadata__", [7]),
+}
+VALUES: dict[str, Callable[[Body], object]] = {
+    "no random states": lambda values: values.pop("random"),
+    "extra": put("extra", 7),
+    "python": put("random", "python", {"$": "tuple", "v": [3, 7, None]}),
+    "python's last": put("random", "python", "v", 2, "x"),
+    "torch": put("random", "torch", 7),
+    "cuda": put("random", "cuda", [1]),
+    "numpy": put("random", "numpy", {"bit_generator": "MT", "state": 7}),
+    # A position behind the end of numpy's state would be read from foreign memory later on.
+    "a position beyond the end": put("random", "numpy", "v", 2, 625),
+    "a negative position": put("random", "numpy", "v", 2, -1),
+    "no position": put("random", "numpy", "v", 2, None),
+}
+
+
+@pytest.mark.parametrize("change", [*HEADERS, *VALUES])
+def test_a_forged_file_of_a_rank_is_refused(change: str, path: Path) -> None:
+    if change in HEADERS:
+        reheader(path, HEADERS[change])
+    else:
+        revalue(path, VALUES[change])
+    seal(path)
+    assert_refused(path, FIRST)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 64, (1 << 40).to_bytes(8, "little"), b"\2" + b"\0" * 7 + b"[]"],
+    ids=["empty", "a huge header", "a header without an end", "a list"],
+)
+def test_a_file_without_a_header_is_refused(data: bytes, path: Path) -> None:
+    (path / FIRST).write_bytes(data + bytes(1000))
+    seal(path)
+    assert_refused(path, FIRST)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "9" * 100_000, "\\ud800"],
+    ids=["empty", "open", "list", "deep", "deep objects", "digits", "surrogate"],
+)
+def test_text_that_is_no_manifest_is_refused(text: str, path: Path) -> None:
+    (path / MANIFEST).write_text(text)
+    assert_refused(path, MANIFEST)
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self._proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._proof),)
+
+
+def test_no_pickle_is_read(path: Path, tmp_path: Path) -> None:
+    data = pickle.dumps(Payload(tmp_path / "proof"))
+    pickle.loads(data)
+    (tmp_path / "proof").rmdir()  # the payload is live
+    whole = (path / FIRST).read_bytes()
+    for name in (FIRST, MANIFEST):
+        (path / name).write_bytes(data.ljust(len(whole), b"\0"))
+        if name == FIRST:
+            seal(path)
+        assert_refused(path, name)
+        (path / FIRST).write_bytes(whole)
+    assert not (tmp_path / "proof").exists(), "code has run"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("optimizer", "options", 0, "lr", "fast"),
+        put("optimizer", "scalars", {"weight": {"exp_avg": 1}}),
+        put("extra_states", {"_extra_state": {"a": 1}}),
+        put("dtypes", {"weight": "float16"}),
+    ],
+    ids=["lr", "scalars", "extra states", "dtypes"],
+)
+def test_what_verify_passes_resume_loads_or_passes_over(
+    change: Callable[[Body], object], path: Path
+) -> None:
+    """Of these only a model or an optimizer can tell that they do not fit."""
+    seal(path, change)
+    assert verify(path).ok
+    found = Store(path.parent).resume(*stepped())
+    assert found is not None and found[1] == {"step": int(found[0].name[-1])}
+
+
+def test_what_stands_beside_checkpoints_blocks_none(path: Path) -> None:
+    shutil.rmtree(path)
+    os.mkfifo(path)
+    path.with_name("step-000003").symlink_to("/dev/zero")
+    path.with_name("step-000004").write_text("a file")
+    path.with_name("step-000005").mkdir()
+    assert [entry.name for entry, _ in valid_checkpoints(path.parent)] == ["step-000001"]
+    found = Store(path.parent).resume(*stepped())
+    assert found is not None and found[0].name == "step-000001"
+
+
+# ------------------------------------------------------------------------------ fuzz
+
+
+OTHERS: tuple[Any, ...] = (None, True, -1, 0, 1, 10**9, 10**30, 1.5, "", "x", "\x1b", [], {}, [[]])
+OTHERS += ({"$": "tuple", "v": [1]}, {"$": "x"}, {"$": "bytes", "v": "AAAA"}, float("nan"))
+
+
+def places_in(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        inner = [place for key, item in pairs[:12] for place in places_in(item, (*before, key))]
+        return [before] * bool(before) + inner
+    return [before]
+
+
+def mutate(body: Body, rng: random.Random) -> None:
+    place, holder = rng.choice(places_in(body)), body
+    for key in place[:-1]:
+        holder = holder[key]
+    if rng.random() < 0.2:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = rng.choice(OTHERS)
+
+
+def fuzz(rank: int, world_size: int, path: str, rounds: int) -> dict[str, int]:
+    """Read many forged checkpoints: only named errors come out; a refused one changes nothing."""
+    rng, folder = random.Random(rounds), Path(path)
+    whole = {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, limits[1]))
+    counts = {"refused": 0, "taken": 0}
+    model, optimizer = stepped()
+    try:
+        for _ in range(rounds):
+            kind = rng.choice(("manifest", "header", "values", "bytes"))
+            if kind == "bytes":
+                flip(folder / FIRST, rng.randrange(len(whole[FIRST])), rng.randrange(8))
+            elif kind != "manifest":
+                change = reheader if kind == "header" else revalue
+                change(folder, lambda values: mutate(values, rng))
+            seal(folder, (lambda body: mutate(body, rng)) if kind == "manifest" else lambda body: 0)
+            before, report = everything(model, optimizer), verify(folder)
+            str(report).encode()
+            error: CheckpointError | None = None
+            try:
+                sw.load(folder, model, optimizer)
+            except CheckpointError as refused:
+                error = refused
+            about = f"{kind}: {error!r:.999}; {report!s:.999}"
+            if error is None:
+                assert report.ok, f"verify refuses what load takes: {about}"
+                model, optimizer = stepped()
+            else:
+                assert everything(model, optimizer) == before, f"changed: {about}"
+                # What does not fit a model or an optimizer, verify cannot tell.
+                assert isinstance(error, DamagedError | MismatchError), about
+                assert isinstance(error, MismatchError) or not report.ok, about
+            counts["taken" if error is None else "refused"] += 1
+            for known, data in whole.items():
+                (folder / known).write_bytes(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return counts
+
+
+def test_no_forgery_gets_through_as_anything_but_a_named_error(path: Path) -> None:
+    """500 rounds at night: SHARDWISE_NIGHTLY=1."""
+    [counts] = run_ranks(fuzz, 1, str(path), FUZZ_ROUNDS)
+    assert counts["refused"] > FUZZ_ROUNDS // 3, "the mutations are wrong ones"
+    assert counts["taken"] > 0, "and not all of them matter"
+
+
+# ------------------------------------------------------------------------------ on several ranks
+
+
+class Remembering(nn.Module):
+    """Has an extra state, and refuses a bad one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = {"count": 0}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.memory
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.memory = dict(state)
+        if state["count"] < 0:
+            raise ValueError("a count below 0")
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    return value.tobytes() if isinstance(value, numpy.ndarray) else repr(value)
+
+
+def bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Every value of this rank."""
+    weights = [(name, _local(value)) for name, value in net.state_dict().items()]
+    states = [
+        (key, _local(value))
+        for parameter in net.parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    ]
+    groups = [{**group, "params": 0} for group in optimizer.param_groups]
+    generators = (
+        random.getstate(),
+        numpy.random.get_state()[1].tobytes(),
+        _local(torch.get_rng_state()),
+    )
+    assert len(weights) > 10
+    return [weights, states, len(optimizer.state), repr(groups), generators, net.remembering.memory]
+
+
+def remembering(
+    strategy: str, optimizer: str, rank: int, world_size: int, seed: int
+) -> tuple[Any, torch.optim.Optimizer]:
+    net, stepper = trained(strategy, optimizer, rank, world_size, seed)
+    net.remembering = Remembering()
+    net.remembering.memory = {"count": seed}
+    return net, stepper
+
+
+def save_both(rank: int, world_size: int, folder: str) -> None:
+    for optimizer in ("adamw", "muon"):
+        made = remembering("zero3", optimizer, rank, world_size, seed=1)
+        sw.save(f"{folder}/{optimizer}", *made, {"step": rank})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_both, 2, str(folder))
+    return folder
+
+
+MEMORY_OF = "remembering._extra_state"
+LATE: dict[str, Callable[[Path], object]] = {
+    "values of rank 1": lambda path: revalue(path, VALUES["numpy"], SECOND),
+    "a piece of rank 1": lambda path: reheader(
+        path, lambda header: header.update(x=header.pop([*header][-1])), SECOND
+    ),
+    "lr": lambda path: seal(path, put("optimizer", "options", 0, "lr", "fast")),
+    "refused by its module": lambda path: seal(path, put("extra_states", MEMORY_OF, "count", -1)),
+    "fails in its module": lambda path: seal(path, put("extra_states", MEMORY_OF, 7)),
+}
+
+
+def refuse(
+    rank: int, world_size: int, folder: str, strategy: str, optimizer: str, fresh: bool
+) -> dict[str, tuple[str, str, bool]]:
+    """By damage: what is raised, and whether nothing has changed. ``fresh``: the optimizer has no
+    states yet."""
+    if fresh:
+        net, stepper = helpers.make(strategy, optimizer, world_size, 5)
+        net.remembering = Remembering()
+    else:
+        net, stepper = remembering(strategy, optimizer, rank, world_size, seed=5)
+    found, before = {}, bits(net, stepper)
+    for damage in LATE:
+        with pytest.raises(CheckpointError) as caught:
+            sw.load(f"{folder}/{damage}", net, stepper)
+        found[damage] = (
+            type(caught.value).__name__,
+            str(caught.value),
+            bits(net, stepper) == before,
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "fresh"),
+    [("zero3", "adamw", True), ("zero1", "adamw", False), ("hsdp", "muon", True)],
+)
+def test_a_refused_load_changes_nothing_on_any_rank(
+    strategy: str, optimizer: str, fresh: bool, saved: Path, tmp_path: Path
+) -> None:
+    for name, damage in LATE.items():
+        damage(shutil.copytree(saved / optimizer, tmp_path / name))
+        seal(tmp_path / name)
+    first, second = run_ranks(refuse, 2, str(tmp_path), strategy, optimizer, fresh)
+    assert first == second, "every rank raises the same"
+    for name, (kind, text, unchanged) in first.items():
+        assert unchanged, f"changed, and refused: {text}"
+        assert kind == ("MismatchError" if name == "lr" else "DamagedError")
+
+
+def load_in_vain(rank: int, world_size: int, path: str, when: str) -> str:
+    """One rank's disk or memory fails, after every sha256 was right."""
+    net, stepper = remembering("zero3", "adamw", rank, world_size, seed=5)
+    before, original, count = bits(net, stepper), reading.open_listed, 0
+
+    @contextmanager
+    def opened(*where: Any) -> Iterator[Any]:
+        with original(*where) as stream:
+            yield SimpleNamespace(
+                read=stream.read, seek=stream.seek, readinto=partial(read, stream)
+            )
+
+    def read(stream: Any, buffer: Any) -> int:
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 20:
+            raise MemoryError("no more") if when == "memory" else OSError(5, "Input/output error")
+        return int(stream.readinto(buffer))
+
+    with (
+        mock.patch.object(reading, "open_listed", opened),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        sw.load(path, net, stepper)
+    assert bits(net, stepper) == before
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("when", ["disk", "memory"])
+def test_a_rank_that_cannot_read_changes_nothing_on_the_others(when: str, saved: Path) -> None:
+    one, other = run_ranks(load_in_vain, 2, str(saved / "adamw"), when)
+    assert one == other and "rank 1" in one
+
+
+def save_two(rank: int, world_size: int, root: str) -> None:
+    model = sw.fully_shard(filled(0.0), mesh=mesh_of(world_size))
+    with Store(root, keep=3) as store:
+        for step in (1, 2):
+            fill(model, step)
+            store.save(step, model, extra={"step": step})
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two") / "store"
+    run_ranks(save_two, 2, str(folder))
+    return folder
+
+
+@pytest.fixture
+def root(two_steps: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two_steps, tmp_path / "two"))
+
+
+def go_on(rank: int, world_size: int, root: str) -> tuple[str, list[list[str]]]:
+    model = sw.fully_shard(filled(-1.0), mesh=mesh_of(world_size))
+    try:
+        sw.load(f"{root}/step-000002", model)
+    except DamagedError as error:
+        refused = str(error)
+    assert all((p.full_tensor() == -1.0).all() for p in model.parameters()), "nothing was loaded"
+    seen = []
+    with Store(root, keep=2) as store:
+        resumed = store.resume(model)
+        assert resumed is not None and resumed[1] == {"step": 1}
+        for step in (2, 4):
+            store.save(step, model, extra={"step": step})
+            store.wait()
+            seen.append([path.name for path in store.checkpoints()])
+    return refused, seen
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+@pytest.mark.parametrize("damage", ["flipped", "missing", "pipe"])
+def test_ranks_fall_back_together(damage: str, name: str, root: Path) -> None:
+    """Each file is hashed by one rank; all hear of it. What is damaged is not counted among those
+    that are kept, and does not block its step."""
+    DAMAGES[damage](root / "step-000002" / name)
+    (refused, seen), (other, _) = run_ranks(go_on, 2, str(root))
+    assert refused == other and name in refused
+    assert "step-000001" in seen[0] and "step-000002-r2" in seen[0], "one sound one was too few"
+    assert seen[1] == ["step-000002-r2", "step-000004"]
+
+
+def test_nothing_sound_is_an_error_and_nothing_at_all_is_none(root: Path, tmp_path: Path) -> None:
+    assert Store(tmp_path / "empty").resume(filled(0.5)) is None
+    for step in (1, 2):
+        flip(root / f"step-00000{step}" / FIRST)
+    with pytest.raises(DamagedError, match=r"no checkpoint in .* is sound"):
+        Store(root).resume(filled(0.5))
+
+
+def test_a_checkpoint_of_another_model_is_an_error(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(MismatchError, match="missing from it"):
+        Store(root).resume(nn.Linear(3, 3))
+
+
+def mismatch(rank: int, world_size: int, path: str) -> str:
+    """Rank 1 alone has another shape."""
+    torch.manual_seed(3)
+    net: Any = helpers.Net(width=10 if rank == 0 else 12)
+    net.remembering = Remembering()
+    stepper = helpers.one_group(net)
+    before = bits(net, stepper)
+    with pytest.raises(MismatchError) as caught:
+        sw.load(path, net, stepper)
+    assert bits(net, stepper) == before and not stepper.state
+    return str(caught.value)
+
+
+def test_a_shape_that_differs_on_one_rank_changes_nothing(saved: Path) -> None:
+    one, other = run_ranks(mismatch, 2, str(saved / "adamw"))
+    assert one == other and "rank 1" in one and "shape" in one
