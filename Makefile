@@ -47,7 +47,7 @@ endef
 
 # The stamp, not the folder, says that the environment is complete and newer than its description.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(INSTALL) .
+	$(INSTALL) '.[train]'
 	touch $@
 
 # The tools, and triton for its interpreter (a large wheel): what training does not need.

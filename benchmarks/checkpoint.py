@@ -26,8 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwise as sw
-from benchmarks.report import cpu_name, revision
 from shardwise.checkpoint import Store, verify
+from shardwise.report.origin import cpu_name, revision
 
 WIDTH = 1024  # 4 MiB per matrix of float32; weights and two states make three of each
 

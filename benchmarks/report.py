@@ -6,9 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.systems import BASELINE, TITLES
+from shardwise.report.origin import cores, cpu_name, revision
 
 Cell = float | int | str | None
 Row = dict[str, Cell]
@@ -63,33 +62,13 @@ def add_ratios(rows: Sequence[Row], *keys: str) -> None:
                 row[f"{key}_ratio"] = mine / theirs
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def revision() -> str:
-    """The commit measured, marked where the working tree differed from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
 def circumstances(arguments: Sequence[str]) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "command": "python -m benchmarks.fsdp " + shlex.join(arguments),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "revision": revision(),
-        "cpu": f"{cpu_name()}, {cores} cores",
+        "cpu": f"{cpu_name()}, {cores()} cores",
         "load": f"{os.getloadavg()[0]:.1f} before it began",
         "gpu": gpu,
         "torch": torch.__version__,

@@ -20,8 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardwise.report.html import read_events
-from shardwise.report.series import events_of
+from shardwise.report.events import events_of, read_events
 
 CLI = (sys.executable, "-m", "shardwise.cli")
 GRACE = 12.0  # seconds in which a run that is out of time saves and ends

@@ -166,8 +166,7 @@ class Plan(Measured):
             "loaded": self.loaded,
             "optimizer_bytes": self.optimizer_bytes,
             "total": self.total,
-            "shard_map": self.shard_map,
-            "text": str(self),
+            "text": self.text(shard_map=True),
         }
 
     def text(self, *, shard_map: bool = False) -> str:

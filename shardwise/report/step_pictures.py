@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.report import svg
+from shardwise.report.events import Event, number
 from shardwise.report.figures import KINDS
-from shardwise.report.series import Event, number
 from shardwise.report.trace import LANES
 from shardwise.words import seconds_text, size_text, tick_text
 

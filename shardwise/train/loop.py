@@ -28,6 +28,7 @@ from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.core import comm, streams
 from shardwise.precision.fp8_block import Tally, tallied
+from shardwise.report.origin import origin
 from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
@@ -474,7 +475,9 @@ class Trainer:
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
         mesh += f" x tp {config.tp}" if config.tp > 1 else ""
         return {
+            **origin(self.world.device, self.world.size),
             "config": {n: v for n, v in config.to_json().items() if n not in ("run", "origin")},
+            "defaults": TrainConfig().to_json(),
             "restarts": num_restarts(),
             "model": {
                 "parameters": self.num_parameters,

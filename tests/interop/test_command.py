@@ -121,14 +121,10 @@ def test_two_nodes_train_one_model_and_leave_pictures_and_a_checkpoint(trained: 
     run = trained / "run"
     (begun,) = events_of(run, "run")
     assert begun["num_nodes"] == 2 and begun["mesh"] == {"dp_outer": 2, "dp": 1}
-    for name in ("config.json", "events.jsonl", "loss.svg", "report.html"):
+    for name in ("config.json", "events.jsonl", "report.html"):
         assert (run / name).stat().st_size > 100, name
     page = (run / "report.html").read_text()
-    assert (
-        "Exposed communication" in page
-        and "Shard map" in page
-        and "http" not in page.replace("http://www.w3.org", "")
-    )
+    assert "Exposed communication" in page and "Shard map" in page and "default-src 'none'" in page
     assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4]
     (profile,) = events_of(run, "profile")
     assert profile["step"] == 4, "too short for its profile step: the last one is recorded"

@@ -117,7 +117,7 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     assert kept["blocks.*.attention_norm.weight"] == "read by RMSNorm, not only by linears"
     assert re.search(rf"stored as mxfp8 +{weights['stored']} ", planned["plan"]["text"])
     page = write_report(tmp_path / "first").read_text()
-    assert "Weights in MXFP8" in page and "read by Embedding" in page
+    assert "Weights in mxfp8" in page and "read by Embedding" in page
     assert "gathered in backward" in page
     narrow = {"precision": "mxfp8", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):

@@ -1,43 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and the page: well-formed, self-contained, escaped, inside their frames."""
+"""The page of a run: plotly accepts its charts, names are escaped, nothing is fetched."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
+from plotly.graph_objects import Figure
 
-from shardwise.report.html import compare_runs, loss_svg, read_events, report_html, write_report
-from shardwise.report.plan import plan
-from shardwise.report.series import loss_canvas, series, smoothed, thinned
-from shardwise.report.shard_map import map_canvas
-from shardwise.report.step_pictures import (
-    lanes_canvas,
-    memory_bars_canvas,
-    memory_canvas,
+from shardwise.report import html
+from shardwise.report.charts import (
+    COLUMNS,
+    FIRST,
+    Chart,
+    columns,
+    experts_chart,
+    lanes_chart,
+    loss_chart,
+    memory_bars,
+    memory_chart,
     planned_bar,
+    run_charts,
 )
-from shardwise.report.svg import Canvas, Scale, ink_on, spread, text_width, ticks
+from shardwise.report.events import points_of, read_events
+from shardwise.report.html import compare_runs, report_html, write_report
+from shardwise.report.plan import plan
 from tests.models import Model
 
-SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "</script><script>alert(\"1\")</script><img src=x onerror=alert(1)> & 'quoted'"
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 Event = dict[str, Any]
 
 
-def model() -> Model:
-    with torch.device("meta"):
-        return Model(40, 3)
+@pytest.fixture(autouse=True)
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without the 5 MB of plotly.js; one test has them."""
+    monkeypatch.setattr(html, "_plotly", lambda: "let Plotly")
 
 
 def profile() -> Event:
@@ -73,12 +77,19 @@ def profile() -> Event:
     }
 
 
+def planned() -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Model(40, 3)
+    return plan(model, {"dp": 2}, "zero3", optimizer="muon").as_dict()
+
+
 def events(steps: int = 120) -> list[Event]:
-    corpus = {"name": "stdlib", "sha256": "ab" * 32, "unigram": 4.7, "bigram": 3.4, "zlib": 2.1}
-    run = {"kind": "run", "config": {"name": EVIL, "model": {"width": 64}}, "corpus": corpus}
-    found: list[Event] = [run | {"world_size": 2, "versions": {"torch": "2.13"}}]
-    planned = plan(model(), {"dp": 2}, "zero3", optimizer="muon").as_dict()
-    found.append({"kind": "plan", "plan": planned})
+    config = {"name": EVIL, "model": {"width": 64}, "seed": 3}
+    corpus = {"name": EVIL, "sha256": "ab" * 32, "unigram": 4.7, "bigram": 3.4, "zlib": 2.1}
+    run = {"kind": "run", "config": config, "defaults": config | {"seed": 0}, "corpus": corpus}
+    run |= {"command": "shardwise train --seed 3", "machine": "a small one", "revision": "abc123"}
+    found: list[Event] = [run | {"versions": {"torch": "2.13"}, "time": 1.8e9}]
+    found.append({"kind": "plan", "plan": planned()})
     for step in range(1, steps + 1):
         bits = 2.0 + 6.0 / step
         found.append(
@@ -93,250 +104,169 @@ def events(steps: int = 120) -> list[Event]:
                 "lr": [0.02, 0.003],
                 "mfu": 0.25,
                 "memory": 1 << 30,
+                "expert_load_max": 1.5,
+                "expert_idle_share": 0.1,
             }
         )
         if step % 40 == 0:
             found.append({"kind": "eval", "step": step, "loss": 1.4, "bits_per_byte": bits + 0.1})
         if step == 60:
             found.append({"kind": "resume", "step": 50, "path": "checkpoints/step-50"})
+    found.append({"kind": "experts", "step": steps, "counts": [[30, 10], [20, 20]]})
+    found.append({"kind": "skip", "step": 90, "grad_norm": "nan"})
     found += [{"kind": "sample", "text": EVIL}, profile(), {"kind": "end", "reason": "done"}]
     return found
 
 
-def canvases() -> dict[str, Canvas]:
-    recorded = profile()
-    made = plan(model(), {"dp_outer": 2, "dp": 2}, "hfsdp", name=EVIL)
-    many = plan(model(), {"dp": 500}, "zero3")
+def charts() -> dict[str, Chart]:
+    run = events()
     found = {
-        "loss": loss_canvas(events()),
-        "lanes": lanes_canvas(recorded),
-        "memory": memory_canvas(recorded),
-        "map": map_canvas(made.as_dict()["shard_map"]),
-        "map of many": map_canvas(many.as_dict()["shard_map"]),
-        "loss by logarithm": loss_canvas(events(), log=True),
-        "memory bars": memory_bars_canvas(made.as_dict(), recorded, events()),
+        "loss": loss_chart({EVIL: run}),
+        "losses": loss_chart({EVIL: run, "other": events(60)}),
+        "lanes": lanes_chart(profile()),
+        "memory": memory_chart(profile()),
+        "bars": memory_bars(planned(), profile(), run),
+        "experts": experts_chart(run),
     }
-    found |= {canvas.title: canvas for canvas in series({"": events()})}
-    assert all(canvas is not None for canvas in found.values())
-    return {name: canvas for name, canvas in found.items() if canvas is not None}
-
-
-NAMES = ["loss", "lanes", "memory", "map", "map of many", "loss by logarithm"]
-NAMES += ["memory bars", "Gradient norm", "Learning rate", "Speed"]
+    found |= {chart.title: chart for chart in run_charts({EVIL: run})}
+    found |= {f"both {chart.title}": chart for chart in run_charts({EVIL: run, "b": run})}
+    assert len(found) == 14 and all(chart is not None for chart in found.values())
+    return {name: chart for name, chart in found.items() if chart is not None}
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, Canvas]:
-    return canvases()
+def drawn() -> dict[str, Chart]:
+    return charts()
 
 
-# ------------------------------------------------------------------------------ every picture
+def traces(chart: Chart | None) -> dict[str, dict[str, Any]]:
+    """The traces that a legend names."""
+    assert chart is not None
+    return {t["name"]: t for t in chart.data if t.get("showlegend", True) and t.get("name")}
 
 
-def outside(text: str) -> list[str]:
-    """Addresses that a browser would fetch."""
-    plain = text.replace("http://www.w3.org/2000/svg", "")
-    found = re.findall(r"(?:https?:)?//[\w.-]+\.\w+|(?:src|href)\s*=|@import|url\((?!#)", plain)
-    return found
+# ------------------------------------------------------------------------------ every chart
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_xml_and_needs_nothing_else(name: str, drawn: dict[str, Canvas]) -> None:
-    for standalone in (True, False):
-        text = drawn[name].render(standalone=standalone)
-        root = ElementTree.fromstring(text)
-        assert root.tag == f"{SVG}svg" and len(list(root.iter())) > 15
-        assert outside(text) == []
-        assert not list(root.iter(f"{SVG}script"))
-        assert len([e for e in root.iter(f"{SVG}title") if e.text]) > 1, "tips"
+def test_plotly_accepts_every_chart(drawn: dict[str, Chart]) -> None:
+    for chart in drawn.values():
+        Figure({"data": chart.data, "layout": chart.layout})
+        assert chart.data and json.loads(chart.json())["data"] == chart.data
+    with pytest.raises(ValueError, match="colour"):  # the negative control
+        Figure({"data": [drawn["loss"].data[0] | {"colour": "red"}]})
 
 
-def cut_off(canvas: Canvas) -> list[str]:
-    """Texts and boxes that leave the canvas."""
-    root = ElementTree.fromstring(canvas.render())
-    found = []
-    for element in root.iter(f"{SVG}text"):
-        words = element.text or ""
-        x, y = float(element.attrib["x"]), float(element.attrib["y"])
-        width = text_width(words, float(element.attrib["font-size"]))
-        left = x - {"start": 0, "middle": width / 2, "end": width}[element.attrib["text-anchor"]]
-        turned = "transform" in element.attrib
-        if not 0 < y < canvas.height or (
-            not turned and (left < -1 or left + width > canvas.width + 1)
-        ):
-            found.append(words)
-    for element in root.iter(f"{SVG}rect"):
-        if "x" in element.attrib:
-            x, y, width, height = (float(element.attrib[n]) for n in ("x", "y", "width", "height"))
-            if x < 0 or x + width > canvas.width + 0.01 or y + height > canvas.height:
-                found.append(f"box at {x}, {y}")
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_cut_off_at_the_edges(name: str, drawn: dict[str, Canvas]) -> None:
-    assert cut_off(drawn[name]) == []
-    assert drawn[name].render().count("<text") > 5
-
-
-def test_the_checks_of_pictures_see_what_is_wrong() -> None:
-    """Negative controls of the two tests above."""
-    assert outside('<image href="https://example.org/x.png"/>')
-    assert outside("<style>@import 'x'</style>") and outside('fill="url(file.svg)"')
-    canvas = Canvas(100, 100, "x")
-    canvas.text(10, 50, "fits")
-    assert cut_off(canvas) == []
-    canvas.text(60, 50, "too long to fit")
-    canvas.text(10, 104, "below")
-    canvas.rect(90, 10, 20, 5)
-    assert cut_off(canvas) == ["too long to fit", "below", "box at 90.0, 10.0"]
-
-
-def test_names_are_shown_as_they_are_never_run() -> None:
-    """Parameters, spans, waits and corpora are named by others."""
-    named = plan(model(), {"dp": 2}).as_dict()["shard_map"]
-    named["units"][0]["name"] = named["units"][0]["items"][0]["name"] = EVIL
+def test_names_are_shown_as_they_are_never_run(drawn: dict[str, Chart]) -> None:
+    """Runs, spans, waits and corpora are named by others; plotly reads tags and entities."""
     recorded = profile()
     recorded["spans"][0]["name"] = recorded["stalls"][0][2] = EVIL
-    run = events()
-    run[0]["corpus"]["name"] = EVIL
-    for canvas in (map_canvas(named), lanes_canvas(recorded), loss_canvas(run)):
-        assert canvas is not None
-        for standalone in (True, False):
-            text = canvas.render(standalone=standalone)
-            assert EVIL not in text and "<script" not in text
-            everything = ElementTree.fromstring(text).iter()
-            values = [value for e in everything for value in (e.text, *e.attrib.values()) if value]
-            assert any(EVIL in value for value in values), "and yet it is there to read"
-
-
-def test_labels_do_not_lie_on_each_other(drawn: dict[str, Canvas]) -> None:
-    root = ElementTree.fromstring(drawn["loss"].render())
-    right = [e for e in root.iter(f"{SVG}text") if float(e.attrib["x"]) > 700]
-    heights = sorted(float(element.attrib["y"]) for element in right)
-    assert len(heights) == 5, [element.text for element in right]
-    assert all(b - a >= 16 for a, b in pairwise(heights))
+    recorded["memory"]["start"][EVIL] = 1
+    named = [loss_chart({EVIL: events(), "b": events()}), lanes_chart(recorded)]
+    for chart in (*named, memory_chart(recorded), *drawn.values()):
+        assert chart is not None
+        text = [t.get(key) for t in chart.data for key in ("name", "hovertext", "text")]
+        words = str(text)
+        assert "<script" not in words and "<img" not in words
+        assert "<" not in chart.json()
+    assert all("&lt;/script" in str(chart and chart.data) for chart in named)
+    impossible = Chart(title="", about="", data=[{"x": float("nan")}], layout={})
+    with pytest.raises(ValueError, match="JSON"):  # a browser reads no NaN
+        impossible.json()
 
 
 # ------------------------------------------------------------------------------ what they show
 
 
-def test_the_loss_shows_train_held_out_lines_and_resumes() -> None:
-    text = loss_svg(events())
-    assert text is not None
-    for words in ("train 2.0", "held out 2.15", "unigram entropy 4.700", "bigram entropy 3.400"):
-        assert words in text, words
-    assert "zlib 2.100" in text and "resumed at step 50" in text and "corpus stdlib" in text
-    assert ">tokens<" in text and ">bits per byte<" in text
-    assert "nan" not in text
-    plain = loss_svg([{"kind": "step", "step": 1, "loss": 3.0}, {"kind": "step", "step": 2}])
-    assert plain is not None and ">steps<" in plain and ">nats per token<" in plain
-    assert loss_svg([{"kind": "step", "step": 1, "loss": "nan"}]) is None
-    assert loss_svg([]) is None
+def test_the_loss_shows_train_held_out_references_and_resumes() -> None:
+    chart = loss_chart({"run": events()})
+    assert chart is not None and "held out 2.150 bits per byte at step 120" in chart.about
+    lines = traces(chart)
+    assert set(lines) == {"train", "held out", "unigram 4.70", "bigram 3.40", "zlib 2.10"}
+    assert lines["held out"]["x"] == [40000, 80000, 120000], "an evaluation has its step's tokens"
+    assert 7000 not in lines["train"]["x"], "not a number"
+    assert chart.layout["shapes"][0]["x0"] == 50000 and chart.logs
+    plain = loss_chart({"run": [{"kind": "step", "step": s, "loss": 3.0} for s in (1, 2)]})
+    assert plain is not None and plain.layout["xaxis"]["title"]["text"] == "steps"
+    assert loss_chart({"run": [{"kind": "step", "step": 1, "loss": "nan"}]}) is None
+    assert loss_chart({"run": []}) is None
 
 
 def test_a_spike_of_a_long_run_is_drawn() -> None:
     """One step of a hundred thousand, which every n-th point would miss."""
-    points = [(float(s), 9.0 if s == 77_777 else 2.0, float(s)) for s in range(100_000)]
-    kept = thinned(points)
-    assert len(kept) <= 1702 and max(y for _, y, _ in kept) == 9.0 and kept[-1] == points[-1]
-    assert max(y for _, y, _ in points[:: len(points) // 1500]) == 2.0, "the negative control"
-    assert len(smoothed(points)) <= 1702 and thinned(points[:1500]) == points[:1500]
-
-
-def test_logarithms_of_both_axes_are_a_picture_of_their_own() -> None:
-    scale = Scale(1, 1000, 0, 300, log=True)
-    assert [round(scale(value)) for value in (1, 10, 100, 1000)] == [0, 100, 200, 300]
-    assert scale.ticks(7) == [1, 3, 10, 30, 100, 300, 1000] and Scale(0, 10, 0, 1).ticks(5)[1] == 2
-    page = report_html(events())
-    assert 'class="either"' in page and ">log axes<" in page
-    flat = [{"kind": "step", "step": step, "loss": 0.0} for step in range(1, 4)]
-    assert 'class="either"' in report_html(flat), "zero has no logarithm: both are straight"
-
-
-def test_several_runs_are_one_page(tmp_path: Path) -> None:
-    first, second = events(), events(60)
-    second[0] = second[0] | {"config": {"name": EVIL, "model": {"width": 96}}}
-    for name, run in (("one", first), ("two", second)):
-        (tmp_path / name).mkdir()
-        lines = "".join(json.dumps(event) + "\n" for event in run)
-        (tmp_path / name / "events.jsonl").write_text(lines)
-    page = compare_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text()
-    reader = read(page)
-    assert reader.problems == [] and reader.open == [] and outside(page) == []
-    assert "model.width" in page and ">96<" in page and ">64<" in page, "what differs"
-    assert "versions.torch" not in page, "what does not"
-    assert reader.tags.count("figure") == 5 and ">held-out bits per byte<" in page
-    with pytest.raises(ValueError, match="three holds no events"):
-        compare_runs([tmp_path / "one", tmp_path / "three"], tmp_path / "both.html")
-
-
-def test_the_bars_of_memory_add_up_to_the_plan() -> None:
-    made = plan(model(), {"dp": 2}, "zero3", optimizer="muon").as_dict()
-    assert sum(planned_bar(made).values()) == made["total"] > 0
-    assert memory_bars_canvas({}, profile(), []) is None, "one bar explains nothing"
-    measured = [{"kind": "step", "step": 1, "memory": 1 << 30}]
-    drawn = memory_bars_canvas(made, profile(), measured)
-    assert (
-        drawn is not None and "1.00 GiB" in drawn.render() and "the whole process" in drawn.render()
-    )
+    y = [9.0 if step == 77_777 else 2.0 for step in range(100_000)]
+    x, low, high, mean = columns(range(100_000), y)
+    assert len(x) == len(low) == len(high) == len(mean) == COLUMNS + FIRST
+    assert max(high) == 9.0 and max(low) == 2.0 and x[-1] == 99_999 and x[:3] == [0, 1, 2]
+    assert max(y[:: 100_000 // COLUMNS]) == 2.0, "the negative control"
+    assert columns(range(3), [1.0, 5.0, 3.0])[:3] == [[0, 1, 2], [1, 5, 3], [1, 5, 3]]
+    steep = columns(range(9000), [1000.0 / (step + 1) for step in range(9000)])[3]
+    assert steep[0] == 1000.0 and steep[1] == 500.0, "no mean at the begin"
 
 
 def test_what_was_done_again_after_a_resume_is_drawn_once() -> None:
     """Killed at step 6, resumed from 3: steps 4 to 6 of the first life are gone."""
     again: list[Event] = [{"kind": "step", "step": s, "loss": 9.0} for s in range(1, 7)]
-    again += [{"kind": "resume", "step": 3}]
-    again += [{"kind": "step", "step": s, "loss": 2.0} for s in range(4, 6)]
     dropped = [{"kind": "skip", "step": 5, "grad_norm": "nan"}]
-    happened: list[Event] = [*again[:6], *dropped, *again[6:], *dropped]
-    happened += [{"kind": "error", "step": 6, "text": "the end of it"}]
-    page = report_html(happened + [{"kind": "step", "step": 5, "grad_norm": 1.0}])
-    assert "Gradient norm, steps dropped: 1" in page and "the end of it" in page
-    text = loss_svg(again)
-    assert text is not None
-    tips = re.findall(r"<title>step (\d): train ([\d.]+)", text)
-    assert tips == [("1", "9.000"), ("2", "9.000"), ("3", "9.000"), ("4", "2.000"), ("5", "2.000")]
+    again += [*dropped, {"kind": "resume", "step": 3}]
+    again += [{"kind": "step", "step": s, "loss": 2.0, "grad_norm": 1.0} for s in range(4, 6)]
+    again += dropped
+    assert [(s, y) for s, _, y in points_of(again, "loss")] == [
+        (1, 9),
+        (2, 9),
+        (3, 9),
+        (4, 2),
+        (5, 2),
+    ]
+    (norm,) = run_charts({"run": again})
+    assert "steps dropped: 1" in norm.about and norm.layout["yaxis"]["type"] == "log"
 
 
-def test_lanes_show_every_span_every_wait_and_the_number(drawn: dict[str, Canvas]) -> None:
-    text = drawn["lanes"].render()
-    recorded = profile()
-    assert "Exposed communication: 20.0 % of the step" in text
-    assert text.count("url(#waiting)") == len(recorded["stalls"]) + 1, "and one in the legend"
-    for span in recorded["spans"]:
-        assert f"<title>{span['name']}: " in text
-    assert "could only wait for a collective" in text, "the definition stands under the picture"
-    assert lanes_canvas({"spans": []}) is None
+def test_every_run_has_a_line_of_its_own() -> None:
+    """More runs than colours differ in their dashes."""
+    runs = {f"run {number}": events(20) for number in range(20)}
+    chart = loss_chart(runs)
+    looks = {(t["line"]["color"], t["line"]["dash"]) for t in traces(chart).values()}
+    assert len(looks) == len(runs) and set(traces(chart)) == set(runs)
 
 
-def test_the_areas_of_memory_add_up(drawn: dict[str, Canvas]) -> None:
-    text = drawn["memory"].render()
-    assert "peak 12.0 KiB at 1.00 ms of 10.0 ms" in text
-    root = ElementTree.fromstring(text)
-    areas = list(root.iter(f"{SVG}polygon"))
-    assert len(areas) == 4
-    floor = max(float(p.split(",")[1]) for p in areas[0].attrib["points"].split())
-    heights = []
-    for area in areas:  # the top of the highest stack is that of the total
-        heights.append(min(float(p.split(",")[1]) for p in area.attrib["points"].split()))
-    assert min(heights) < heights[0] < floor
-    assert memory_canvas({"memory": {"changes": [], "start": {}}}) is None
+def test_the_bars_of_memory_add_up_to_the_plan() -> None:
+    made = planned()
+    assert sum(planned_bar(made).values()) == made["total"] > 0
+    assert memory_bars({}, profile(), []) is None, "one bar explains nothing"
+    chart = memory_bars(made, profile(), [{"kind": "step", "step": 1, "memory": 1 << 20}])
+    assert chart is not None and "measured 1.00 MiB" in chart.about
+    ends = {"the plan": 0.0, "measured": 0.0}
+    for trace in chart.data:
+        for row, begin, length in zip(trace["y"], trace["base"], trace["x"], strict=True):
+            ends[row] = max(ends.get(row, 0.0), begin + length)
+    unit = 1 << (20 if "MiB" in chart.layout["xaxis"]["title"]["text"] else 10)
+    assert ends["the plan"] * unit == pytest.approx(made["total"]), "bars stand end to end"
+    assert ends["buffers"] * unit == pytest.approx(12288)
 
 
-def test_the_shard_map_holds_every_byte_of_every_parameter_once() -> None:
-    made = plan(model(), {"dp": 3}, "zero3")
-    canvas = map_canvas(made.as_dict()["shard_map"])
-    tips = re.findall(
-        r"<title>(rank \d): (\S+) \[.*?; ([\d.]+) (\w+), bytes ([\d,]+) to ([\d,]+)",
-        canvas.render(),
-    )
-    held: dict[str, int] = {}
-    for _, name, _, _, begin, end in tips:
-        held[name] = held.get(name, 0) + int(end.replace(",", "")) - int(begin.replace(",", ""))
-    for unit in made.units:
-        for group in unit.groups:
-            for item in group.layout.items:
-                assert held[item.name] == 4 * item.numel, item.name
+def test_lanes_show_every_span_every_wait_and_the_number() -> None:
+    chart, recorded = lanes_chart(profile()), profile()
+    assert chart is not None and chart.title == "Exposed communication: 20.0 % of the step"
+    lines = traces(chart)
+    assert len(lines["waiting"]["x"]) == len(recorded["stalls"])
+    assert sum(len(t["x"]) for t in chart.data) == len(recorded["spans"]) + len(recorded["stalls"])
+    assert lines["backward"]["base"] == pytest.approx([5, 7]), "milliseconds"
+    assert "could only wait for a collective" in chart.note, "the definition stands under it"
+    assert lanes_chart({"spans": []}) is None
+
+
+def test_the_areas_of_memory_show_the_peak() -> None:
+    chart = memory_chart(profile())
+    assert chart is not None and "peak 12.0 KiB at 1.00 ms of 10.0 ms" in chart.about
+    stacked = [sum(values) for values in zip(*(t["y"] for t in chart.data), strict=True)]
+    assert len(chart.data) == 4 and max(stacked) == pytest.approx(12.0)
+    assert memory_chart({"seconds": 1.0, "memory": {"changes": [], "start": {}}}) is None
+
+
+def test_experts_are_shown_over_the_even_share() -> None:
+    chart = experts_chart(events())
+    assert chart is not None and chart.data[0]["z"] == [[1.5, 0.5], [1, 1]]
+    assert experts_chart([{"kind": "step", "step": 1}]) is None
 
 
 # ------------------------------------------------------------------------------ the page
@@ -350,7 +280,6 @@ class Reader(HTMLParser):
         self.open: list[str] = []
         self.problems: list[str] = []
         self.texts: dict[str, list[str]] = {}
-        self.ids: list[str] = []
         self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -358,15 +287,8 @@ class Reader(HTMLParser):
         for name, value in attrs:
             if name.startswith("on") or name in ("src", "href"):
                 self.problems.append(f"{tag} {name}={value}")
-            if name == "id":
-                self.ids.append(value or "")
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
 
     def handle_endtag(self, tag: str) -> None:
         if not self.open or self.open.pop() != tag:
@@ -388,18 +310,43 @@ def test_the_page_is_whole_escaped_and_alone() -> None:
     page = report_html(events(), EVIL)
     reader = read(page)
     assert reader.problems == [] and reader.open == []
-    assert reader.tags.count("script") == 1, "the page's own"
-    assert reader.tags.count("figure") == 9 and "img" not in reader.tags
-    assert len(set(reader.ids)) == len(reader.ids), "ids are unique"
-    shown = "".join(reader.texts["pre"])
-    assert shown.startswith(EVIL), "the sample is shown as it is"
-    assert "Collectives per step and rank" in shown, "the plan"
+    assert reader.tags.count("script") == 3 and "img" not in reader.tags, "data, plotly, ours"
+    assert "default-src 'none'" in page, "the browser fetches nothing"
+    figures = json.loads(reader.texts["script"][0])
+    assert len(figures) == reader.tags.count("figure") == 9
+    assert EVIL in "".join(reader.texts["pre"]), "the sample is shown as it is"
+    assert "Collectives per step and rank" in page and "Shard map" in page, "the plan"
     assert EVIL in "".join(reader.texts["h1"])
-    assert outside(page.replace("onerror", "").replace("src=x", "")) == []
-    heads = ("Configuration", "model.width", "Versions", "2.13", "What happened")
-    for words in (*heads, "20.0 %", "1.2 %"):  # exposed, idle
+    for words in (
+        "shardwise train --seed 3",
+        "a small one, abc123",
+        "2027-01-15 08:00 UTC",
+        "2.13",
+    ):
         assert words in page, words
-    assert page.count("\n", page.index("<script>")) < 100, "a hundred lines of script"
+    tiles = page[page.index('class="tiles"') : page.index("<figure")]
+    assert tiles.count("<b>") == 5 and "20.0%" in tiles and "GPU idle 1.2%" in tiles
+    own, everything = page.split("All settings</summary>")
+    assert "model.width" not in own and "model.width" in everything, "defaults are folded away"
+    assert "<th>seed</th><td>3</td>" in own
+
+
+def test_the_library_is_in_the_page_and_the_page_fits_into_a_mail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    runs = []
+    for name in ("one", "two", "three", "four"):
+        (tmp_path / name).mkdir()
+        runs.append(tmp_path / name)
+        long = "".join(json.dumps(event) + "\n" for event in events(4000))
+        (runs[-1] / "events.jsonl").write_text(long)
+    for page in (write_report(runs[0]), compare_runs(runs, tmp_path / "all.html")):
+        text = page.read_text()
+        assert "plotly.js v" in text and len(text) < 6e6
+    monkeypatch.setattr(html, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"shardwise\[train\]"):
+        write_report(runs[0])
 
 
 def test_a_page_that_is_not_whole_is_noticed() -> None:
@@ -412,11 +359,30 @@ def test_a_page_that_is_not_whole_is_noticed() -> None:
 def test_a_page_is_made_of_whatever_is_there() -> None:
     everything = events()
     for kinds in ((), ("step",), ("run",), ("profile",), ("plan",), ("sample",), ("eval",)):
+        notes: list[str] = []
         some = [event for event in everything if event["kind"] in kinds]
-        reader = read(report_html(some))
-        assert reader.problems == [] and reader.open == []
+        reader = read(report_html(some, "run", notes))
+        assert reader.problems == [] and reader.open == [] and notes == [], kinds
     odd = [{"kind": "step"}, {"kind": "run", "config": None, "corpus": None}, {"kind": "profile"}]
-    assert read(report_html(odd)).problems == []
+    assert read(report_html(odd, "run")).problems == []
+
+
+def test_several_runs_are_one_page(tmp_path: Path) -> None:
+    first, second = events(), events(60)
+    second[0] = second[0] | {"config": {"name": EVIL, "model": {"width": 96}, "seed": 3}}
+    for name, run in (("one", first), ("two", second)):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(event) + "\n" for event in run)
+        (tmp_path / name / "events.jsonl").write_text(lines)
+    page = compare_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text()
+    reader = read(page)
+    assert reader.problems == [] and reader.open == [] and reader.tags.count("figure") == 5
+    assert "model.width" in page and ">96<" in page and ">64<" in page, "what differs"
+    assert "versions.torch" not in page and ">held-out bits per byte<" in page
+    with pytest.raises(ValueError, match="three holds no events"):
+        compare_runs([tmp_path / "one", tmp_path / "three"], tmp_path / "both.html")
+    with pytest.raises(ValueError, match="named twice"):
+        compare_runs([tmp_path / "one"] * 3, tmp_path / "both.html")
 
 
 def test_a_run_is_written_down_even_when_it_was_cut_off(tmp_path: Path) -> None:
@@ -426,8 +392,7 @@ def test_a_run_is_written_down_even_when_it_was_cut_off(tmp_path: Path) -> None:
     assert len(read_events(path)) == len(lines)
     page = write_report(tmp_path)
     assert page == tmp_path / "report.html" and EVIL not in page.read_text()
-    ElementTree.parse(tmp_path / "loss.svg")
-    assert {p.name for p in tmp_path.iterdir()} == {"events.jsonl", "loss.svg", "report.html"}
+    assert {p.name for p in tmp_path.iterdir()} == {"events.jsonl", "report.html"}
 
 
 DEEP: Any = []
@@ -469,6 +434,7 @@ def test_damaged_events_are_left_out_with_a_note(
             (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
             reader = read(write_report(tmp_path).read_text())
             assert reader.problems == [] and reader.open == [], case
+            json.loads(reader.texts["script"][0], parse_constant=pytest.fail)
             count += 1
     assert count >= 12 * 6 and any("left out" in record.message for record in caplog.records)
     caplog.clear()
@@ -485,16 +451,3 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('not json\n[1, 2]\n"x"\n')
     with pytest.raises(ValueError, match="no events yet"):
         write_report(tmp_path)
-
-
-def test_ticks_are_round_positions_keep_their_gap_and_scales_their_contrast() -> None:
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert ticks(0, 96 * 2**20, base=2) == [n * 2**25 for n in range(4)]
-    assert ticks(3, 3) == [3]
-    for low, high in ((0.0013, 0.0192), (-5, 7), (1e9, 3e9), (0, 0.3)):
-        found = ticks(low, high)
-        assert 2 <= len(found) <= 8 and low <= found[0] and found[-1] <= high * 1.000001
-    assert spread([10, 11, 12, 90], 15, 0, 100) == [10, 25, 40, 90]
-    assert spread([95, 96], 10, 0, 100) == [90, 100]
-    assert Scale(0, 10, 100, 200)(5) == 150 and Scale(3, 3, 0, 10)(3) == 5
-    assert ink_on("#E69F00") == "#000000" and ink_on("#0072B2") == "#ffffff"
