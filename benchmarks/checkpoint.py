@@ -2,15 +2,24 @@
 """How fast a checkpoint is written and read, beside torch's own DCP in the same run.
 
     python -m benchmarks.checkpoint [--megabytes 200] [--rounds 5] [--folder /tmp] [--device cuda]
+    python -m benchmarks.checkpoint --ranks 4096 16384
 
 One process, weights and AdamW states. ``torch dcp`` is ``torch.distributed.checkpoint.save`` with
 its fsync; it writes no hashes and checks none. ``blocked`` is how long training stands still.
+
+With ``--ranks``: the manifest of large models with AdamW states over so many ranks. The model is
+wrapped on torch's fake backend, without memory; this process is rank 0. ``divide`` is on the main
+thread; the others are in the background: what rank 0 does when all ranks are done, and what each
+rank does to read the manifest. Parts that other ranks describe (experts over ``ep``) are made from
+those of rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -20,13 +29,22 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise.checkpoint import Store, verify
+from shardwise.checkpoint import Manifest, Store, verify
+from shardwise.checkpoint.manifest import OptimizerValues
+from shardwise.checkpoint.pieces import divide
+from shardwise.checkpoint.saving import join, part_json
+from shardwise.checkpoint.state import model_state
+from shardwise.moe import GroupedMLP, swiglu
 from shardwise.report.origin import cpu_name, revision
 
 WIDTH = 1024  # 4 MiB per matrix of float32; weights and two states make three of each
@@ -104,16 +122,153 @@ def measure(megabytes: int, rounds: int, folder: Path, device: str) -> None:
         print(f"| {name} | {middle:.3f} | {rates} |")
 
 
+# ------------------------------------------------------------------------------ many ranks
+
+
+def dense(layers: int, dim: int, hidden: int, kv: int, vocabulary: int) -> nn.Module:
+    def block() -> nn.Module:
+        return nn.ParameterList(
+            torch.empty(*shape, device="meta")
+            for shape in (
+                *((dim, dim), (kv, dim), (kv, dim), (dim, dim)),
+                *((hidden, dim), (hidden, dim), (dim, hidden), (dim,), (dim,)),
+            )
+        )
+
+    ends = nn.ParameterList(torch.empty(vocabulary, dim, device="meta") for _ in range(2))
+    return nn.Sequential(*(block() for _ in range(layers)), ends)
+
+
+def experts(layers: int, dim: int, hidden: int, count: int, ranks: int) -> nn.Module:
+    """``ranks``: the size of ``ep``; this rank holds its share, as after ``spread``."""
+    made = []
+    for _ in range(layers):
+        with torch.device("meta"):
+            mlp = GroupedMLP(count, dim, hidden, activation=swiglu())
+        mlp.spread(0, count // ranks)
+        made.append(mlp)
+    return nn.Sequential(*made)
+
+
+def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
+    """Seconds, and the size of the manifest."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    mesh = DeviceMesh("cpu", torch.arange(0, num_ranks, ep), mesh_dim_names=("dp",))
+    for layer in model.children():
+        sw.fully_shard([layer], mesh=mesh)
+    state = model_state(model)
+    state.problems.clear()  # meta tensors have no values, and none is read here
+    parameters: dict[str, int] = {}
+    for key, tensor in list(state.tensors.items()):
+        name, _ = state.where[key]
+        parameters[name] = 0
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state.add_state(name, kind, tensor, state.stacks.get(name), kind)
+        step = torch.empty((), device="meta")
+        state.add_state(name, "step", step, state.stacks.get(name), "step")
+    found: dict[str, float] = {"tensors": len(state.tensors)}
+    started = time.process_time()
+    division = divide(state.tensors, 0, num_ranks, members=state.members)
+    found["divide"] = time.process_time() - started
+    started = time.process_time()
+    mine = [part_json(describe()) for describe in division.parts]
+    found["describe"] = time.process_time() - started
+    digest = hashlib.sha256().hexdigest()
+    found_parts = [
+        {"file": [10**12 + rank, digest], "parts": shifted(mine, rank) if rank < ep else []}
+        for rank in range(num_ranks)
+    ]
+    texts = [json.dumps(part) for part in found_parts]
+    optimizer = OptimizerValues(
+        kind="AdamW",
+        options=[{"lr": 1e-4}],
+        described=[{}],
+        parameters=parameters,
+        states=[["exp_avg", "exp_avg_sq", "step"]],
+        tensors=parameters,
+        scalars={},
+    )
+    started = time.process_time()
+    manifest = join(
+        [json.loads(text) for text in texts],
+        state.all_keys,
+        identity="simulated",
+        step=1,
+        sequence=1,
+        experts={stack.name: len(stack.everywhere) for stack in state.stacks.values()},
+        tied={},
+        extra_states=state.extra_states,
+        dtypes={},
+        optimizer=optimizer,
+        config={},
+        placements=[],
+        facts={},
+    )
+    found["join"] = time.process_time() - started
+    started = time.process_time()
+    data = manifest.to_bytes()
+    found["write"] = time.process_time() - started
+    started = time.process_time()
+    again = Manifest.parse(data, Path("simulated"))
+    found["read"] = time.process_time() - started
+    assert again == manifest
+    found["MB"] = len(data) / 1e6
+    dist.destroy_process_group()
+    return found
+
+
+def shifted(parts: list[Any], rank: int) -> list[Any]:
+    """What rank ``rank`` of the axis ``ep`` describes: its experts, on its ranks."""
+    found = []
+    for key, dtype, shape, [[offsets, sizes, runs]], sharded in parts if rank else ():
+        moved = [[run[0] + rank, *run[1:]] for run in runs]
+        found.append(
+            [
+                key,
+                dtype,
+                shape,
+                [[[offsets[0] + rank * sizes[0], *offsets[1:]], sizes, moved]],
+                sharded,
+            ]
+        )
+    return found or parts
+
+
+def measure_manifests(counts: list[int]) -> None:
+    print("- command: python -m benchmarks.checkpoint --ranks " + " ".join(map(str, counts)))
+    print(f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, revision {revision()}")
+    print(f"- {cpu_name()}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
+    models: dict[str, tuple[Callable[[], nn.Module], int]] = {
+        "405B": (lambda: dense(126, 16384, 53248, 1024, 128256), 1),
+        "58 layers of 256 experts, ep 64": (lambda: experts(58, 7168, 2048, 256, 64), 64),
+    }
+    names = ("tensors", "divide", "describe", "join", "write", "read", "MB")
+    print("| model | ranks | " + " | ".join(names) + " |")
+    print("|---|---|" + "---|" * len(names))
+    for title, (make_model, ep) in models.items():
+        for count in counts:
+            found = manifest_of(count, make_model(), ep)
+            print(
+                f"| {title} | {count} | "
+                + " | ".join(f"{found[name]:.3g}" for name in names)
+                + " |"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if options.ranks:
+        measure_manifests(options.ranks)
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measure(options.megabytes, options.rounds, Path(folder), options.device)
 

@@ -113,17 +113,24 @@ def divide(
     everyone = _Holders(numpy.arange(world_size).reshape(1, -1))
     first = _Holders(numpy.zeros((1, 1), int))
     alone = _Holders(numpy.full((1, 1), rank))
-    known: dict[Any, _Holders] = {}  # ranks of equal meshes share the count of bytes
+    known: dict[Any, _Holders | None] = {}  # ranks of equal meshes share the count of bytes
+
+    def equal(ranks: Any) -> _Holders | None:
+        if ranks is None:
+            return None
+        same = ranks.shape, ranks.tobytes()
+        return known.get(same) or known.setdefault(same, _Holders(ranks))
 
     def holders(key: str, tensor: Tensor) -> _Holders | None:
         if key in first_only:
             return first
+        if isinstance(tensor, ShardedTensor):
+            mesh = id(tensor.cut.full_mesh), tensor.cut.sharded
+            if mesh not in known:
+                known[mesh] = equal(_holders_of(tensor))
+            return known[mesh]
         if isinstance(tensor, DTensor):
-            ranks = _holders_of(tensor)
-            if ranks is None:
-                return None
-            same = ranks.shape, ranks.tobytes()
-            return known.get(same) or known.setdefault(same, _Holders(ranks))
+            return equal(_holders_of(tensor))
         return alone if key in members and members[key].spread else everyone
 
     offers = []
@@ -211,7 +218,7 @@ def _add(
         begin = first_element(shape, offsets, sizes, low)
         division.written[piece_name(key, begin, whole)] = data
     # The first rank of a tile describes it. Of torch's DTensors each piece is a tile.
-    if rank == (of.ranks[0, 0] if held else writers[0]):
+    if rank == of.ranks[0, 0]:
         dtype = tensor.dtype
 
         def describe() -> Part:

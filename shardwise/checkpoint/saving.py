@@ -45,7 +45,7 @@ from shardwise.checkpoint.optimizer_state import add_optimizer
 from shardwise.checkpoint.pieces import Part, divide
 from shardwise.checkpoint.reading import VALUES
 from shardwise.checkpoint.state import facts_of, model_state, placements_of
-from shardwise.checkpoint.table import Entry, Tile
+from shardwise.checkpoint.table import Entry, Run, Tile
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.core import comm
 from shardwise.core.layout import Shape
@@ -260,14 +260,13 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     """Write the file of one rank; return its record, and the tiles that this rank describes."""
     values = {VALUES: snapshot.rank_values.decode()}
     file = write_tensors(attempt.folder / rank_file(attempt.rank), snapshot.tensors, values)
-    parts = []
-    for describe in snapshot.parts:
-        part = describe()
-        name, shape, tiles = table.to_json(
-            Entry(part.shape, part.dtype, (part.tile,)), dtype_name(part.dtype)
-        )
-        parts.append([part.key, name, shape, tiles, part.sharded])
+    parts = [part_json(describe()) for describe in snapshot.parts]
     return {"file": [file.size, file.sha256], "parts": parts}
+
+
+def part_json(part: Part) -> list[Any]:
+    entry = Entry(part.shape, part.dtype, (part.tile,))
+    return [part.key, *table.to_json(entry, dtype_name(part.dtype)), part.sharded]
 
 
 def _publish(
@@ -292,9 +291,9 @@ def join(found: list[dict[str, Any]], keys: Iterable[str], **values: Any) -> Man
     tiles: dict[str, dict[Shape, tuple[int, Tile]]] = {}
     problems = []
     for rank, part in enumerate(found):
-        for key, dtype, shape, described, sharded in part["parts"]:
+        for key, dtype, shape, [[offsets, sizes, runs]], sharded in part["parts"]:
             shapes.setdefault(key, (tuple(shape), dtype_of(dtype, key)))
-            [tile] = table.tiles_from(described)
+            tile = Tile(tuple(offsets), tuple(sizes), tuple(Run(*run) for run in runs))
             if not tile.numel and math.prod(shape):
                 continue  # torch leaves nothing of a short tensor to some ranks
             before = tiles.setdefault(key, {}).setdefault(tile.offsets, (rank, tile))
@@ -304,13 +303,14 @@ def join(found: list[dict[str, Any]], keys: Iterable[str], **values: Any) -> Man
                     f"checkpoint holds one model: wrap it with one mesh of all its replicas "
                     f"(sw.hsdp()), or train each model in a separate process group"
                 )
+    problems += [f"'{key}': no rank has written any of it" for key in keys if key not in shapes]
+    if problems:
+        raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))
     tensors = {}
     for key, (shape, kind) in shapes.items():
         of_key = [tile for _, tile in tiles.get(key, {}).values()]
         tensors[key] = Entry(shape, kind, table.joined(shape, of_key))
-        if (problem := table.problem_of(tensors[key], len(files))) is not None:
-            problems.append(f"'{key}': {problem}")
-    problems += [f"'{key}': no rank has written any of it" for key in keys if key not in tensors]
-    if problems:
-        raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))
-    return Manifest(files=files, tensors=tensors, versions=versions(), created=now(), **values)
+    try:
+        return Manifest(files=files, tensors=tensors, versions=versions(), created=now(), **values)
+    except ValueError as error:
+        raise SaveError(f"the ranks' parts do not make whole tensors: {error}") from error

@@ -50,11 +50,9 @@ class Run(NamedTuple):
     @property
     def ends(self) -> tuple[int, int]:
         """The lowest and the highest rank."""
-        ways = itertools.product(
-            (0, self.step * (self.number - 1)), (0, self.shift * (self.times - 1))
-        )
-        ranks = [self.rank + sum(way) for way in ways]
-        return min(ranks), max(ranks)
+        steps, shifts = self.step * (self.number - 1), self.shift * (self.times - 1)
+        low = self.rank + min(steps, 0) + min(shifts, 0)
+        return low, self.rank + max(steps, 0) + max(shifts, 0)
 
 
 class Saved(NamedTuple):
