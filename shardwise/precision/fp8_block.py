@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,56 +64,6 @@ def empty(x: Tensor, rows: bool, turned: int, features: int = 0) -> Quantised:
     )
 
 
-class Tally:
-    """Counts of quantised values: all, those that became zero (underflow), and those that became
-    NaN with their block. No value saturates: each scale fits the largest value of its block."""
-
-    def __init__(self) -> None:
-        self._counts: Tensor | None = None
-
-    def add(self, x: Tensor, codes: Tensor) -> None:
-        """Count the codes of x, which have the shape of x."""
-        magnitudes = codes & 0x7F
-        lost = ((magnitudes == 0) & (x != 0)).sum()
-        counts = torch.stack([torch.full_like(lost, x.numel()), lost, (magnitudes == 0x7F).sum()])
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    def figures(self) -> dict[str, int]:
-        """The counts so far; empty if nothing was quantised. Waits for the device."""
-        if self._counts is None:
-            return {}
-        names = ("values", "underflows", "undefined")
-        return dict(zip(names, map(int, self._counts.tolist()), strict=True))
-
-
-_tally: Tally | None = None
-
-
-@contextmanager
-def tallied(wanted: bool = True) -> Iterator[Tally]:
-    """Count the values that are quantised inside, also in compiled graphs. This costs some passes
-    over each tensor."""
-    global _tally
-    before, tally = _tally, Tally()
-    _tally = tally if wanted else before
-    try:
-        yield tally
-    finally:
-        _tally = before
-
-
-def counts() -> bool:
-    """Whether quantised values are counted. If so, fused kernels, which keep no values, are not
-    used."""
-    return _tally is not None
-
-
-def note(x: Tensor, codes: Tensor) -> None:
-    """Count the codes of x, which have the shape of x, inside :func:`tallied`."""
-    if _tally is not None and not x.is_meta:
-        _tally.add(x, codes)
-
-
 def quantise(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Quantise x [tokens, features] in blocks along features (``rows``), and turned in blocks along
     tokens.
@@ -143,13 +91,12 @@ def quantise(x: Tensor, rows: bool, turned: int) -> Quantised:
             turned_codes, turned_scales = encode_reference(whole.t().contiguous(), block)
             if block == ROW_128:
                 turned_scales = turned_scales.t().contiguous()
-    note(x, codes[: len(x)] if rows else turned_codes[:, : len(x)].t())
     return codes, scales, turned_codes, turned_scales
 
 
 def quantise_swiglu(gate: Tensor, up: Tensor) -> Quantised:
     """:func:`quantise` of silu(gate) · up, turned in 128x128, computed in fp32 and rounded once."""
-    if not counts() and uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
+    if uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
         from shardwise.kernels import fp8_fused
 
         result = empty(gate, True, WIDE)
@@ -161,7 +108,7 @@ def quantise_swiglu(gate: Tensor, up: Tensor) -> Quantised:
 def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool) -> Quantised:
     """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
     # The kernel needs the shared memory of Hopper.
-    if not counts() and scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
+    if scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
         from shardwise.kernels import fp8_fused
 
         result = empty(dh, True, 1, 2 * dh.shape[1])

@@ -27,7 +27,6 @@ from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.core import comm, streams
-from shardwise.precision.fp8_block import Tally, tallied
 from shardwise.report.origin import origin
 from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
@@ -121,7 +120,6 @@ class Trainer:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._compiles = self.config.compiles(world.device.type)
-        self.quantised = Tally()  # counts fp8 activations and gradients, if an evaluation follows
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
         self._ended = self._clock.mark()  # the time from here on belongs to the next step
@@ -206,8 +204,7 @@ class Trainer:
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
-        with tallied(self._scores(self.step + 1)) as self.quantised:
-            losses = self._forward_backward()
+        losses = self._forward_backward()
         # If the norm is not finite, the step changes nothing, on all ranks.
         norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
         figures = (losses, norm.reshape(1), self.experts.tally())
@@ -343,8 +340,6 @@ class Trainer:
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, **{corpus.field: bits})
-        if quantised := self.quantised.figures():  # of rank 0, in the last step
-            self.events("fp8", step=self.step, **quantised)
         if self.experts.counts:
             self.events("experts", step=self.step, counts=self.experts.counts)
         return bits

@@ -136,9 +136,7 @@ def test_layers_that_read_the_same_x_share_its_codes() -> None:
     def layers(x: Tensor) -> list[Tensor]:
         return [F.linear(x, weight) for weight in weights]
 
-    with fp8_block.tallied() as tally:
-        seen = layers(x)
-    assert tally.figures()["values"] == x.numel(), "quantised once"
+    seen = layers(x)
     first = codes_of(seen[0])
     assert all(codes_of(y).data_ptr() == first.data_ptr() for y in seen)
     other = layers(x.clone())
@@ -153,23 +151,6 @@ def test_layers_that_read_the_same_x_share_its_codes() -> None:
     assert torch.equal(layers(x)[0], layers(x.clone())[0]), "torch was told of a write"
     del x, other
     assert fp8_block._last is None, "codes go with the tensor that they are of"
-
-
-def test_what_is_lost_is_counted() -> None:
-    x = torch.ones(130, 128)
-    x[5, :64] = 1e-6  # zero beside a one
-    x[7, 3], x[9, 9] = 0.0, float("nan")
-    with fp8_block.tallied() as tally:
-        fp8_block.quantise(x.bfloat16(), True, 128)
-        with fp8_block.tallied(False):
-            fp8_block.quantise(x.bfloat16(), False, 1)
-    fp8_block.quantise(x.bfloat16(), True, 0)  # not inside
-    found = tally.figures()
-    assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
-    # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,
-    # which is small beside ones, and column 9 is undefined.
-    assert found["underflows"] == 64 + 63, "a zero is none; what is NaN is none"
-    assert found["undefined"] == 128 + 128
 
 
 def test_no_tokens() -> None:
@@ -203,10 +184,7 @@ def test_the_report_says_how_attention_multiplies_by_its_output_weight(
         "after.weight": "fp8 by decoding",
     }
     assert "nn.MultiheadAttention multiplies by decoded weights" in str(report)
-    x = made(3, 2, 128).bfloat16()
-    with fp8_block.tallied() as tally:
-        net(x)
-    assert tally.figures()["values"] == x.numel(), "of ``after`` alone"
+    assert net(made(3, 2, 128).bfloat16()).isfinite().all()
 
 
 def test_what_a_user_may_say() -> None:
