@@ -32,7 +32,7 @@ from shardwise.moe.activation import (
 )
 from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.moe.layer import MixtureOfExperts, mixtures_of
-from shardwise.moe.products import FusedProducts
+from shardwise.moe.products import LOOP, FusedProducts
 from shardwise.moe.router import Routing, logits_of
 from tests.ranks import run_ranks
 
@@ -124,13 +124,13 @@ def check(case: tuple[Activation, int, bool, str], spread: str, fuse: bool, grad
     torch.manual_seed(0)
     mlp = GroupedMLP(
         len(counts), HIDDEN, WIDTH, activation=act, gate_up_block=block, bias=bias,
-        weight_layout=layout, path="fused", device="cuda", dtype=torch.bfloat16,
+        weight_layout=layout, device="cuda", dtype=torch.bfloat16,
     )  # fmt: skip
     for parameter in mlp.parameters():
         nn.init.normal_(parameter, std=1.0 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
         if grads == "main":
             parameter.main_grad = torch.ones(parameter.shape, device="cuda")
-    mlp.choice.chosen = "fused", FusedProducts(FC1_TILE if fuse else None)
+    mlp.products = FusedProducts(FC1_TILE if fuse else None)
     rows = sum(counts)
     x = torch.randn(rows, HIDDEN, device="cuda").bfloat16().requires_grad_()
     p = torch.rand(rows, device="cuda").requires_grad_()
@@ -162,9 +162,10 @@ def check(case: tuple[Activation, int, bool, str], spread: str, fuse: bool, grad
 def check_same_on_every_path() -> None:
     """The fused path and the loop differ by the order of sums alone."""
     torch.manual_seed(1)
-    loop = GroupedMLP(6, HIDDEN, WIDTH, activation=swiglu(), path="loop", device="cuda",
+    loop = GroupedMLP(6, HIDDEN, WIDTH, activation=swiglu(), device="cuda",
                       dtype=torch.bfloat16)  # fmt: skip
-    fused = GroupedMLP(6, HIDDEN, WIDTH, activation=swiglu(), path="fused", device="cuda",
+    loop.products = LOOP
+    fused = GroupedMLP(6, HIDDEN, WIDTH, activation=swiglu(), device="cuda",
                        dtype=torch.bfloat16, weight_layout="indexed", gate_up_block=32)  # fmt: skip
     fused.load_state_dict(loop.state_dict())
     x = torch.randn(729, HIDDEN, device="cuda").bfloat16()
@@ -196,10 +197,10 @@ def check_layer_never_waits() -> None:
     """Router, dispatch and experts, forward and backward: the host asks the device for nothing."""
     torch.manual_seed(2)
     routing = Routing(num_experts=8, experts_per_token=2, balance_loss=0.1, z_loss=0.1,
-                      bias_rate=0.01, capacity_factor=1.5)  # fmt: skip
+                      bias_rate=0.01)  # fmt: skip
     shared = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     layer = MixtureOfExperts(routing, HIDDEN, WIDTH, activation=swiglu(), shared=shared,
-                             path="fused", device="cuda", dtype=torch.bfloat16)  # fmt: skip
+                             device="cuda", dtype=torch.bfloat16)  # fmt: skip
     x = torch.randn(4, 96, HIDDEN, device="cuda").bfloat16().requires_grad_()
     for mode in ("default", "error"):  # kernels are built in the first
         torch.cuda.synchronize()
@@ -257,8 +258,6 @@ def _on_two(changes: dict[str, Any], weights: str) -> None:
 SPREAD: dict[str, dict[str, Any]] = {
     "exact sizes": {},
     "exact sizes, recomputed, delayed": {"recompute": "block", "delay_expert_gradients": True},
-    "capacity": {"capacity_factor": 1.5},
-    "capacity, delayed": {"capacity_factor": 1.5, "delay_expert_gradients": True},
 }
 
 
@@ -328,7 +327,7 @@ def main() -> int:
             (f"spread, {kind}", partial(_on_two, changes, "bf16"))
             for kind, changes in SPREAD.items()
         ),
-        ("spread, in fp8", partial(_on_two, {"capacity_factor": 1.5}, "fp8_block")),
+        ("spread, in fp8", partial(_on_two, {}, "fp8_block")),
     ):
         number += 1
         try:
