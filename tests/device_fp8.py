@@ -86,11 +86,10 @@ def swiglu_writes_the_codes_of_its_values() -> None:
         both = torch.randn(tokens, 2 * 640, device=DEVICE).bfloat16()
         gate, up = both[:, :640], both[:, 640:]
         dh = torch.randn(tokens, 640, device=DEVICE).bfloat16()
-        backward = fp8_block.quantise_swiglu_backward
         runs: list[Callable[..., fp8_block.Quantised]] = [
             lambda dh, gate, up: fp8_block.quantise_swiglu(gate, up),
-            lambda dh, gate, up: backward(dh, gate, up, True),
-            lambda dh, gate, up: backward(dh, gate, up, False),
+            partial(fp8_block.quantise_swiglu_backward, gate_first=True),
+            partial(fp8_block.quantise_swiglu_backward, gate_first=False),
         ]
         for number, made in enumerate(runs):
             pairs = zip(made(dh, gate, up), made(dh.cpu(), gate.cpu(), up.cpu()), strict=True)
