@@ -27,8 +27,8 @@ from benchmarks.measure import GIB
 from shardwise.models.gpt import GPT
 from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
+from shardwise.train.launch import World, join
 from shardwise.train.recipes import find_recipe
-from shardwise.train.world import World, join
 
 VOCABULARY = 8192  # of the recipes' tokenizer
 

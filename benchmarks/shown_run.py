@@ -324,17 +324,19 @@ def check(hub: Path) -> str:
     import torch
     import transformers
 
-    from shardwise.train.codecs import encode_text, saved_codec
-    from shardwise.train.pretrained import open_model
+    from shardwise.models.gpt import GPT
+    from shardwise.models.hugging_face import from_hf
+    from shardwise.train.hub import HubFolder
+    from shardwise.train.tokenise import open_tokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32)
-    ours, _ = open_model(hub)
-    codec = saved_codec(hub)
-    assert codec is not None
+    folder = HubFolder(hub)
+    ours = GPT(folder.config)
+    ours.load_state_dict(from_hf(folder, folder.config))
     text = Path(__file__).read_text()[:3000]
     tokenizer = transformers.AutoTokenizer.from_pretrained(hub)
-    tokens = encode_text(codec, text)
+    tokens = open_tokenizer(hub).encode([text.encode()])[:-1].tolist()
     assert tokenizer(text)["input_ids"] == tokens, "another tokenizer"
     batch = torch.tensor([tokens[: ours.config.context]], device=device)
     with torch.no_grad():

@@ -37,10 +37,10 @@ from shardwise.moe import FullPrecision, MixtureOfExperts
 from shardwise.optim.optimizers import Muon
 from shardwise.optim.routing import routes_of
 from shardwise.train.config import TrainConfig
+from shardwise.train.launch import World, join
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
 from shardwise.train.tokens import write_tokens
-from shardwise.train.world import World, join
 
 GEMM = 803e12  # FLOP/s of a large bf16 product on an H200, as measured
 WARMUPS, STEPS = 4, 8
@@ -102,9 +102,9 @@ def cases(*, tiny: bool) -> list[Case]:
 
 
 def noise(vocab_size: int) -> str:
-    """The path of a token file of random numbers, to measure speed with."""
-    path = Path(tempfile.gettempdir()) / f"shardwise-noise-{vocab_size}.bin"
-    if not path.is_file():
+    """The path of a folder of random numbers, to measure speed with."""
+    path = Path(tempfile.gettempdir()) / f"shardwise-noise-{vocab_size}"
+    if not path.is_dir():
         tokens = np.random.default_rng(0).integers(0, vocab_size, 1 << 22, dtype=np.uint32)
         write_tokens(path, tokens, vocab_size)
     return str(path)
@@ -175,7 +175,7 @@ Step = Callable[[], Any]  # returns the loss
 
 def _trainer(case: Case, config: TrainConfig, world: World) -> tuple[Step, Step]:
     """A step, and its forward and backward alone."""
-    from shardwise.train.guard import Guard
+    from shardwise.train.launch import Guard
 
     losses = _Losses()
     folder = tempfile.mkdtemp()

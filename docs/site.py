@@ -22,7 +22,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
     r'\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
 )
-COMMANDS = ("train", "data", "generate", "plan", "report", "verify", "export", "bench")
+COMMANDS = ("train", "data", "plan", "report", "verify", "export")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Several nodes under SLURM: one agent per node, one rank per GPU.
-#   sbatch --nodes 4 examples/02_slurm.sh gpt_1b_nodes --data /data/tokens.bin
+#   sbatch --nodes 4 examples/02_slurm.sh gpt_1b_nodes --data /data/tokens/
 #SBATCH --job-name=shardwise
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

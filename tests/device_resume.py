@@ -22,9 +22,8 @@ from torch import Tensor
 from benchmarks.train import join_alone, noise
 from shardwise.models.gpt import GPTConfig
 from shardwise.train.config import TrainConfig
-from shardwise.train.folder import CHECKPOINTS
-from shardwise.train.loop import Trainer
-from shardwise.train.world import World
+from shardwise.train.launch import World
+from shardwise.train.loop import CHECKPOINTS, Trainer
 
 STEPS, SAVED, KILLED = 16, 8, 11
 SMALL = GPTConfig(dim=128, num_layers=2, num_heads=2, context=64)

@@ -33,9 +33,9 @@ from shardwise.models import layers
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import linear_cross_entropy, softmax_and_gradient
 from shardwise.moe.router import logits_of
+from shardwise.train.launch import World
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
-from shardwise.train.world import World
 
 
 def check_loss() -> str:

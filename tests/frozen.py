@@ -17,8 +17,8 @@ import torch._dynamo
 import torch.distributed.run
 
 import shardwise.api
-import shardwise.train.session  # noqa: F401
-from shardwise.train.world import GPUS
+import shardwise.train.run  # noqa: F401
+from shardwise.train.launch import GPUS
 from tests.products import keep_one_product
 
 if not glob(GPUS):

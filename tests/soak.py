@@ -38,7 +38,7 @@ from benchmarks.report import RESULTS, Table, circumstances, write
 from shardwise.checkpoint import Manifest, Store, valid_checkpoints
 from shardwise.core.placements import STRATEGIES
 from shardwise.report.html import read_events
-from shardwise.train import loop, metrics
+from shardwise.train import logs, loop
 from tests.faults.test_store_kill import assert_holds, fork, model_at, set_step
 from tests.train_runs import make_trainer, write_text
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Each restart would measure this machine and plan the run: seconds that are not about kills.
-    metrics.peak_flops = lambda device: 1e12
+    logs.peak_flops = lambda device: 1e12
     loop.Trainer._plan = lambda trainer: {}  # type: ignore[method-assign]
     facts = circumstances(arguments)
     facts["command"] = "python -m tests.soak " + shlex.join(arguments)

@@ -39,8 +39,8 @@ from shardwise.report.html import read_events
 from shardwise.train.build import precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import plan_inputs
+from shardwise.train.launch import World
 from shardwise.train.loop import Trainer
-from shardwise.train.world import World
 from tests.one_card import device_type
 from tests.rank_process import exit_with_parent
 from tests.ranks import rank_context
@@ -120,7 +120,7 @@ def _plan_once(trainer: Trainer) -> dict[str, Any]:
     same: that of one model, over one mesh, with the same options."""
     config, world = trainer.config, trainer.world
     _, mesh, options = plan_inputs(config, precision_of(config, world), world)
-    model = (config.model, config.module, config.lora_rank, config.ep)
+    model = (config.model, config.module, config.ep)
     key = repr((model, mesh, config.placements, sorted(options.items())))
     if key not in _PLANS:
         _PLANS[key] = _REAL_PLAN(trainer)

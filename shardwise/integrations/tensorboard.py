@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.train.codecs import require
-from shardwise.train.events import Event, scalars
+from shardwise.train.logs import Event, scalars
+from shardwise.train.tokenise import require
 
 
 class Sink:

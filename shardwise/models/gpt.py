@@ -15,8 +15,7 @@ the model, whose unit has the embedding, the last norm and the head.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from shardwise.core import comm
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import (
     Call,
-    KeyValues,
     Mask,
     RMSNorm,
     Rotary,
@@ -72,14 +70,11 @@ class Attention(nn.Module):
         hidden: Tensor,
         rotary: Tensor,
         mask: Mask | None = None,
-        held: KeyValues | None = None,
     ) -> Tensor:
         q = self.wq(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, H, D]
         k = self.wk(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         v = self.wv(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        if held is not None:
-            k, v = held.extend(k, v)
         mixed = attend(q, k, v, mask)  # [B, T, H, D]
         return self.wo(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, T, C]
 
@@ -165,20 +160,17 @@ class Block(nn.Module):
         hidden: Tensor,
         rotary: Tensor,
         mask: Mask | None = None,
-        held: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, normed = self.attend(hidden, rotary, mask, held)
+        hidden, normed = self.attend(hidden, rotary, mask)
         if isinstance(self.feed_forward, MixtureOfExperts):
             change, routes = self.feed_forward(normed)
             return hidden + change, routes.loss
         return hidden + self.feed_forward(normed), None
 
-    def attend(
-        self, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: KeyValues | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, hidden: Tensor, rotary: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
         """The hidden states after attention, and their norm for the feed-forward."""
         normed = self.call_norm(self.attention_norm, hidden)
-        hidden = hidden + self.attention(normed, rotary, mask, held)  # [B, T, C]
+        hidden = hidden + self.attention(normed, rotary, mask)  # [B, T, C]
         return hidden, self.call_norm(self.feed_forward_norm, hidden)
 
     def compile_forward(self, **options: Any) -> None:
@@ -266,13 +258,6 @@ class GPT(nn.Module):
     def context(self) -> int:
         return self.config.context
 
-    def empty_cache(self) -> list[KeyValues] | None:
-        """Empty caches of keys and values, for a text that grows token by token; None if the tokens
-        of a sequence are spread over ranks."""
-        if self.sequence_parts > 1:
-            return None
-        return [KeyValues(self.config.context) for _ in self.blocks]
-
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the blocks, equal blocks into one graph, and the loss; before the first forward.
 
@@ -287,23 +272,13 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        *,
-        held: Sequence[KeyValues] | None = None,
     ) -> Tensor:
         """Logits [B, T, V]; with ``targets`` [B, T], the mean cross-entropy over scored targets.
 
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
-
-        ``held`` (from :meth:`empty_cache`) contains the keys and values of the first tokens. Then
-        only the logits of the other tokens are computed, and ``held`` receives their keys and
-        values.
         """
         length = tokens.shape[1]
-        if held is not None and targets is not None:
-            raise ValueError(
-                "targets with held: a loss needs the logits of all tokens. Give targets or held"
-            )
         if length > self.config.context:
             raise ValueError(
                 f"{length} tokens do not fit GPTConfig(context={self.config.context}): shorten the "
@@ -313,19 +288,18 @@ class GPT(nn.Module):
             # Tokens do not influence earlier tokens, so zeros can fill the last part.
             tokens = F.pad(tokens, (0, missing))
             targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
-        begin = held[0].length if held else 0
-        mask = documents_mask(tokens, self.document_end, begin, always=self.softmax is not None)
-        hidden = self.embedding(tokens[:, begin:])  # [B, T, C], or a part of T: see sequence_parts
-        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)[:, begin:]
+        mask = documents_mask(tokens, self.document_end, always=self.softmax is not None)
+        hidden = self.embedding(tokens)  # [B, T, C], or a part of T: see sequence_parts
+        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
-        for number, block in enumerate(self.blocks):
+        for block in self.blocks:
             if recompute:  # there is no dropout, so no random state to keep
                 hidden, term = checkpoint(
                     block, hidden, rotary, mask, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden, term = block(hidden, rotary, mask, held and held[number])
+                hidden, term = block(hidden, rotary, mask)
             if term is not None:
                 terms.append(term)
         hidden = self.norm(hidden)
@@ -356,47 +330,30 @@ def generate(
     tokens: Tensor,
     max_new_tokens: int,
     *,
+    context: int,
     temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     generator: torch.Generator | None = None,
     until: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
 
-    ``top_k`` keeps the ``top_k`` likeliest tokens; ``top_p`` the smallest set of likeliest tokens
-    with at least this probability. ``temperature`` 0 takes the likeliest token. ``until`` is asked
-    after each token and may end the text.
+    Each token is a forward of the last ``context`` tokens. That is enough for a sample at the end
+    of a run; to write more, export the model and let transformers generate. ``temperature`` 0 takes
+    the likeliest token. ``until`` is asked after each token and may end the text.
 
     On a sharded model all ranks call this function with the same arguments, and get the same answer
-    from ``until``: each token is one forward on every rank. A GPT keeps the keys and values of
-    earlier tokens while the text fits its context; a longer text is computed from its last tokens
-    each time. Tokens are drawn on the CPU, with a CPU ``generator``: one seed gives one text on
-    every device.
+    from ``until``. Tokens are drawn on the CPU, with a CPU ``generator``: one seed gives one text
+    on every device.
     """
-    if temperature < 0 or not math.isfinite(temperature):
-        raise ValueError(f"temperature={temperature}: give 0 (the likeliest token) or more")
-    if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise ValueError(
-            f"top_k={top_k} must be 1 or more, and top_p={top_p} above 0 and at most 1"
-        )
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(
-            f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
-            f"least one token"
-        )
-    context: int = model.context  # type: ignore[assignment]
     was_training = model.training
     model.eval()
     try:
-        held = getattr(model, "empty_cache", lambda: None)()
         for _ in range(max_new_tokens):
-            kept = {"held": held} if held and tokens.shape[1] <= context else {}
-            logits = model(tokens[:, -context:], **kept)[:, -1].float().cpu()  # [B, V]
+            logits = model(tokens[:, -context:])[:, -1].float().cpu()  # [B, V]
             if temperature == 0:
                 drawn = logits.argmax(-1, keepdim=True)
             else:
-                chances = _likeliest((logits / temperature).softmax(-1), top_k, top_p)
+                chances = (logits / temperature).softmax(-1)
                 drawn = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
             if until():
@@ -404,16 +361,3 @@ def generate(
     finally:
         model.train(was_training)
     return tokens
-
-
-def _likeliest(chances: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Chances [B, V], with 0 for the tokens that ``top_k`` and ``top_p`` exclude."""
-    if top_k is None and top_p is None:
-        return chances
-    ordered, order = chances.sort(dim=-1, descending=True, stable=True)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k is not None:
-        kept[:, top_k:] = False
-    if top_p is not None:  # tokens whose predecessors sum to less than top_p: at least one
-        kept &= ordered.cumsum(-1) - ordered < top_p
-    return torch.zeros_like(chances).scatter(1, order, ordered * kept)

@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -103,14 +102,10 @@ def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 Mask = Tensor | BlockMask  # dense: [batch, 1, query, key]
 BLOCK = 128  # queries, and keys, of one block of a BlockMask
-# Without cuDNN, which needs 5 ms for every new length: a growing text has a new length each time.
-_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def documents_mask(
-    tokens: Tensor, end: int | None, begin: int = 0, *, always: bool = False
-) -> Mask | None:
-    """The keys that the queries from number ``begin`` see, if each token ``end`` begins a document.
+def documents_mask(tokens: Tensor, end: int | None, *, always: bool = False) -> Mask | None:
+    """The keys that each query sees, if each token ``end`` begins a document.
 
     ``None``: a query sees its own key and all keys before. This is the result if there is no such
     token, but only on a CPU, because on a GPU the host would wait for this fact. With ``always``
@@ -122,10 +117,10 @@ def documents_mask(
     if tokens.device.type == "cpu" and not always and not begins.any():
         return None
     number = begins.cumsum(1, dtype=torch.int32)  # the document of each token: [B, T]
-    if tokens.device.type == "cuda" and tokens.shape[1] % BLOCK == 0 and not begin:
+    if tokens.device.type == "cuda" and tokens.shape[1] % BLOCK == 0:
         return document_blocks(number)
-    same = number[:, begin:, None] == number[:, None, :]
-    return same.tril_(begin).unsqueeze(1)
+    same = number[:, :, None] == number[:, None, :]
+    return same.tril_().unsqueeze(1)
 
 
 def document_blocks(number: Tensor) -> BlockMask:
@@ -158,41 +153,15 @@ def _compiled_flex_attention() -> Any:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`; without a
-    mask to all keys up to a query's own. Several query heads may share a key head. If there are
-    fewer queries than keys, these are the last queries."""
+    mask to all keys up to a query's own. Several query heads may share a key head."""
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ...]
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
     if isinstance(mask, BlockMask):
         flex = q.device.type == "cuda" and not torch.compiler.is_compiling()
         mix = _compiled_flex_attention() if flex else flex_attention
         return mix(*heads, block_mask=mask, **options).transpose(1, 2)  # type: ignore[no-any-return]
-    ahead = k.shape[1] - q.shape[1]
-    if not ahead:
-        options |= {"attn_mask": mask, "is_causal": mask is None}
-        return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
-    if mask is None:  # torch's causal mask begins with the first key
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(ahead)
-    with sdpa_kernel(_ANY_LENGTH):
-        return F.scaled_dot_product_attention(*heads, attn_mask=mask, **options).transpose(1, 2)
-
-
-class KeyValues:
-    """The keys and values of one layer, for the tokens of a growing text."""
-
-    def __init__(self, context: int) -> None:
-        self.context, self.length = context, 0
-        self._held: tuple[Tensor, Tensor] | None = None  # each [batch, context, heads, width]
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the next tokens. Returns those of all tokens."""
-        if self._held is None:
-            shape = (k.shape[0], self.context, *k.shape[2:])
-            self._held = k.new_empty(shape), v.new_empty(shape)
-        begin, self.length = self.length, self.length + k.shape[1]
-        for held, new in zip(self._held, (k, v), strict=True):
-            held[:, begin : self.length] = new
-        keys, values = self._held
-        return keys[:, : self.length], values[:, : self.length]
+    options |= {"attn_mask": mask, "is_causal": mask is None}
+    return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
 
 
 class Rotary:

@@ -77,7 +77,7 @@ def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
-_OTHERS = (None, None, None)  # rotary, mask, held
+_OTHERS = (None, None)  # rotary, mask
 
 
 def _gathers(here: Any, there: Any) -> PrepareModuleInput:

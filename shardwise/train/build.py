@@ -20,9 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.core import comm
 from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
-from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
-from shardwise.notices import warn_once
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_function import FunctionSettings
@@ -35,12 +33,9 @@ from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrap import wrap_units
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import Corpus
-from shardwise.train.fit import fit
-from shardwise.train.own_model import HF, init_lora, make_model
-from shardwise.train.sampler import Batches, HeldOut, Sampler
-from shardwise.train.sources import load_corpus
-from shardwise.train.world import World
+from shardwise.train.data import Batches, Corpus, HeldOut, Sampler, load_corpus
+from shardwise.train.fit import fit, make_model, placements_of
+from shardwise.train.launch import World
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +45,8 @@ class Parts:
     """The parts of a run. ``config`` has the vocabulary size of the data, and values for "auto"."""
 
     config: TrainConfig
-    decision: str | None  # a line about the values that replaced "auto"
+    fitted: dict[str, Any] | None  # what replaced "auto", for a resumed run
+    decision: str | None  # a line about it
     corpus: Corpus
     model: nn.Module
     optimizer: ShardedOptimizer
@@ -71,8 +67,8 @@ def use_deterministic_algorithms() -> None:
         config.deterministic = True
 
 
-def build(config: TrainConfig, world: World, cache: Any) -> Parts:
-    """All parts; an error on any rank is raised on all ranks."""
+def build(config: TrainConfig, world: World, fitted: dict[str, Any] | None = None) -> Parts:
+    """All parts; an error on any rank is raised on all ranks. ``fitted``: see :mod:`fit`."""
 
     def check() -> None:
         config.expert_mesh_shape(world.size, world.num_nodes)
@@ -80,13 +76,13 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         check_compiler(config, world)
 
     world.together(check)
-    corpus = read_corpus(config, world, cache)
+    corpus = read_corpus(config, world)
     config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
-    config, decision = fit(config, precision_of(config, world), world)
+    config, fitted, decision = fit(config, precision_of(config, world), world, fitted)
     options: dict[str, int] = {
         "context": config.model.context,
-        "rank": world.rank // config.tp,
-        "world_size": config.data_ranks(world.size),
+        "rank": world.rank,
+        "world_size": world.size,
     }
 
     def sample() -> tuple[Sampler, HeldOut]:
@@ -98,11 +94,13 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
 
     sampler, held_out = world.together(sample)
     model = build_model(config, world)
-    model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
+    if isinstance(model, GPT):
+        model.document_end = world.together(lambda: document_end(config, corpus))
     optimizer = build_optimizer(config, model)
     optimizer.compile_ahead()
     return Parts(
         config=config,
+        fitted=fitted,
         decision=decision,
         corpus=corpus,
         model=model,
@@ -129,30 +127,21 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
 
 def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
     """The token that ends a document, if attention does not cross documents; else None."""
-    if config.documents == "joined":
-        return None
-    if corpus.codec is not None:
-        return corpus.codec.end
-    if config.documents == "apart":
+    end = corpus.info.end_token
+    if config.documents == "apart" and end is None:
         raise ValueError(
-            f"documents='apart': {corpus.name!r} holds tokens of an unknown tokenizer, so the "
-            f"token that ends a document is unknown: name the tokenizer with --tokenizer"
+            f"documents='apart': the description of {corpus.name!r} has no end_token, so the end "
+            f"of a document is unknown: write it into tokens.json"
         )
-    return None
+    return None if config.documents == "joined" else end
 
 
-def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
-    """The corpus, the same on every rank. One rank of each node reads first, as it may write tokens
-    to the cache, which the other ranks then read."""
+def read_corpus(config: TrainConfig, world: World) -> Corpus:
+    """The corpus, the same on every rank. One rank of each node reads first, as it may make tokens,
+    which the other ranks then read."""
 
     def read() -> Corpus:
-        return load_corpus(
-            config.data,
-            tokenizer=config.tokenizer,
-            held_out=config.held_out,
-            cache=cache,
-            tokens_needed=config.steps * config.batch * config.model.context + 1,
-        )
+        return load_corpus(config.data, tokenizer=config.tokenizer, eval_data=config.eval_data)
 
     first = world.together(lambda: read() if world.local_rank == 0 else None)
     corpus = world.together(lambda: read() if first is None else first)
@@ -168,25 +157,20 @@ def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
 
 
 def build_model(config: TrainConfig, world: World) -> nn.Module:
-    """The model, wrapped on the meta device: no rank ever holds the whole model."""
+    """The model, wrapped. No GPU ever holds the whole model: a GPT is wrapped on the meta device,
+    and a module of the user, built on the CPU, is moved to the device unit by unit."""
     shape = config.mesh_shape(world.size, world.num_nodes)
-    if config.tp > 1:
-        shape["tp"] = config.tp
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
-    options: dict[str, Any] = {"placements": config.placements, "precision": precision}
-    # A module of the user gets its values while it is built.
+    options: dict[str, Any] = {"placements": placements_of(config, world), "precision": precision}
     with torch.device("meta" if config.module is None else "cpu"):
         model = make_model(config)
-    if config.module is not None:
-        model.to(world.device)
-    if config.tp > 1:
-        assert isinstance(model, GPT)
-        cut_over(model, mesh["tp"])
     meshes = spread_experts(model, config, world)
     if config.compiles(world.device.type):
         model.compile()
     for unit in wrap_units(model):
+        if config.module is not None:
+            unit.to(world.device)
         inside = meshes if unit is not model and mixtures_of(unit) else None
         fully_shard(unit, mesh=mesh, meshes=inside, **options)
     stored = precision_report(model)
@@ -200,11 +184,6 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     if config.module is None:
         model.to_empty(device=world.device)
         model.init_weights(config.seed)  # type: ignore[operator]
-    if config.lora_rank:
-        init_lora(model, config.seed)
-        if config.init_from is None and (config.module or HF).startswith(HF):
-            text = "lora_rank=%d without init_from: all other weights are random and stay random"
-            warn_once(logger, text, config.lora_rank)
     return model
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit: choose ``microbatches``, ``recompute`` and ``keep_weights`` for "auto", by planned memory.
+"""Fit: choose ``microbatches`` and ``recompute`` for "auto", by planned memory; the bare model.
 
     the plan of one microbatch --> the most sequences that fit --> the fewest microbatches
 
@@ -8,6 +8,9 @@ more time on an H200. Whole blocks are recomputed only if a microbatch would oth
 than ``ENOUGH`` tokens, which keep a GPU busy. The plan is of an uncompiled model, which takes more
 memory than a compiled one. All ranks plan with the memory of the rank that has least, so they all
 decide the same.
+
+Other microbatches sum in another order. So a resumed run takes what was decided before, if ranks,
+device, its memory, and the settings that the plan depends on are the same.
 """
 
 from __future__ import annotations
@@ -15,60 +18,77 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.core import comm
+from shardwise.core.placements import REPLICATE, Placements
+from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
-from shardwise.train.config import Choice, TrainConfig
-from shardwise.train.own_model import make_model
-from shardwise.train.world import World
+from shardwise.train.config import TrainConfig
+from shardwise.train.launch import World
+from shardwise.train.recipes import named_function
 from shardwise.words import size_text
 
 ENOUGH = 8192  # tokens of a microbatch
 HEADROOM = 0.93  # of the free memory at the start: the rest is for fragments and libraries
 
 
-def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainConfig, str | None]:
-    """The configuration without "auto", and a line about the decision (collective)."""
-    sizes_are_auto = "auto" in (config.microbatches, config.model.recompute)
-    if not sizes_are_auto and config.keep_weights != "auto":
-        return config, None
+def fit(
+    config: TrainConfig,
+    precision: Precision,
+    world: World,
+    saved: Mapping[str, Any] | None = None,
+) -> tuple[TrainConfig, dict[str, Any] | None, str | None]:
+    """The configuration without "auto", a record of the decision, and a line about it (collective).
+
+    ``saved``: the record of the run that is resumed.
+    """
+    if "auto" not in (config.microbatches, config.model.recompute):
+        return config, None, None
+    settings = _settings(config, world)
+    if saved is not None and saved.get("settings") == settings:
+        count, recompute = int(saved["microbatches"]), str(saved["recompute"])
+        result = decided(config, microbatches=count, recompute=recompute)
+        return result, dict(saved), f"{_described(result, world)}: as before"
     memory = free_memory(world)
     if memory is None or config.module is not None:
         result = decided(config, microbatches=config.num_microbatches, recompute="none")
-        if memory is None or not sizes_are_auto:
-            return result, None
-        return result, (
-            f"activations are not planned with module={config.module!r}: microbatches "
-            f"{result.microbatches}, recompute {result.model.recompute}; set both if they do not "
-            f"fit"
-        )
-    result = _sized(config, precision, world, memory) if sizes_are_auto else config
-    sequences, recompute = result.share(world.size), result.model.recompute
-    kept = decided(result, keep_weights="on")
-    # A single rank gathers nothing: if it keeps its compute weights, it saves a cast at each use.
-    if kept != result and config.data_ranks(world.size) == 1:
-        count = result.num_microbatches
-        if bytes_held(kept, recompute, precision, world, sequences, count) <= memory:
-            result = kept
-    result = decided(result)
-    if not sizes_are_auto:
-        return result, None
+        text = f"activations are not planned with model={config.module!r}: set --microbatches"
+        return result, None, None if memory is None else text
+    result = _sized(config, precision, world, memory)
+    recompute = result.model.recompute
+    record = {"microbatches": result.num_microbatches, "recompute": recompute}
+    text = f"{_described(result, world)}: fits {size_text(memory)}"
+    return result, {**record, "settings": settings}, text
+
+
+def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
+    """What the decision depends on, as values for JSON."""
+    names = ("batch", "microbatches", "strategy", "replicas", "ep", "optimizer", "precision")
+    device, memory = world.device.type, 0
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        device, memory = properties.name, properties.total_memory
+    settings = {name: getattr(config, name) for name in (*names, "compile")}
+    settings["model"] = {n: v for n, v in dataclasses.asdict(config.model).items() if v is not None}
+    return {"ranks": world.size, "device": device, "memory": memory, **settings}
+
+
+def _described(config: TrainConfig, world: World) -> str:
     recomputed = {
         "none": "nothing is recomputed",
         "pointwise": "norms and gated products are recomputed in backward",
         "block": "blocks are recomputed in backward",
-    }[recompute]
-    return result, (
-        f"{result.num_microbatches} microbatches of {sequences} x {config.model.context} tokens on "
-        f"each rank, {recomputed}{', weights are kept' * (result.keep_weights == 'on')}: fits "
-        f"{size_text(memory)}"
+    }
+    return (
+        f"{config.num_microbatches} microbatches of {config.share(world.size)} x "
+        f"{config.model.context} tokens on each rank, {recomputed[config.model.recompute]}"
     )
 
 
@@ -102,7 +122,7 @@ def _sized(config: TrainConfig, precision: Precision, world: World, memory: int)
             f"{'too' if 'block' in fitting else 'or not'}: use more ranks, a strategy that shards "
             f"more, a shorter context or a smaller model ('shardwise plan' shows what each takes)"
         )
-    return decided(config, microbatches=each // fitting[best], recompute=best, keep_weights="auto")
+    return decided(config, microbatches=each // fitting[best], recompute=best)
 
 
 def more_microbatches(config: TrainConfig, ranks: int) -> int | None:
@@ -120,7 +140,7 @@ def too_large(
     if count is not None:
         flags.append(f"--microbatches {count}")
     if config.module is None and config.model.recompute != "block":
-        flags.append("--model.recompute block")
+        flags.append("--recompute block")
     fix = "use a larger device, or more ranks"
     if flags:
         fix = f"resume with {', or with '.join(flags)}"
@@ -130,22 +150,44 @@ def too_large(
     )
 
 
-def decided(
-    config: TrainConfig,
-    *,
-    microbatches: int | None = None,
-    recompute: str | None = None,
-    keep_weights: Choice = "off",
-) -> TrainConfig:
+def decided(config: TrainConfig, *, microbatches: int, recompute: str) -> TrainConfig:
     """The configuration with these values in the place of "auto"."""
-    values: dict[str, Any] = {}
-    if recompute is not None and config.model.recompute == "auto":
-        values["model"] = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
-    if microbatches is not None:
-        values["microbatches"] = microbatches
-    if config.keep_weights == "auto":
-        values["keep_weights"] = keep_weights
+    values: dict[str, Any] = {"microbatches": microbatches}
+    if config.model.recompute == "auto":
+        values["recompute"] = recompute
     return dataclasses.replace(config, **values)
+
+
+def make_model(config: TrainConfig) -> nn.Module:
+    """The bare model on the default device. A GPT on the meta device has no values; the user's
+    module gets its values while it is built, the same on every rank."""
+    if config.module is None:
+        return GPT(config.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = named_function(config.module, "model", "config")(config)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"--model {config.module}: it returned a {type(model).__name__}, and must return a "
+            f"torch.nn.Module"
+        )
+    return model.train()
+
+
+def flops_per_token(config: TrainConfig, parameters: Iterable[Tensor] = ()) -> float:
+    """FLOPs of forward and backward for a token; for a module of the user, 6 per parameter."""
+    if config.module is None:
+        return float(config.model.flops_per_token())
+    return 6.0 * sum(parameter.numel() for parameter in parameters)
+
+
+def placements_of(config: TrainConfig, world: World) -> Placements:
+    """The placements of a run. The only rank of a GPU gathers nothing: it keeps its compute weights
+    between their uses, as with ``zero2``, which saves a cast at each use."""
+    chosen = config.placements
+    if world.size > 1 or world.device.type != "cuda":
+        return chosen
+    return dataclasses.replace(chosen, compute=(REPLICATE,) * chosen.num_axes)
 
 
 def bytes_held(
@@ -163,11 +205,12 @@ def bytes_held(
         model = dataclasses.replace(
             model, num_experts=own, experts_per_token=min(own, model.experts_per_token)
         )
-    alone = dataclasses.replace(config, model=model, ep=1)
+    alone = dataclasses.replace(config, model=model, recompute=None, ep=1)
     bare, mesh, options = plan_inputs(alone, precision, world)
     # More than two microbatches take no more memory.
     options |= {"microbatches": min(microbatches, 2), "batch": (sequences, model.context)}
-    return plan(bare, mesh, config.placements, **options | {"tokens": None}).total
+    placements = placements_of(config, world)
+    return plan(bare, mesh, placements, **options | {"tokens": None}).total
 
 
 def plan_inputs(
@@ -189,7 +232,7 @@ def plan_inputs(
         # are sent, and the forward of a user's module may read values, too.
         "batch": followed if config.ep == 1 and config.module is None else None,
     }
-    return bare, config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp}, options
+    return bare, config.mesh_shape(world.size, world.num_nodes), options
 
 
 def free_memory(world: World) -> int | None:
@@ -197,8 +240,7 @@ def free_memory(world: World) -> int | None:
     if world.device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(world.device)
-    if dist.is_initialized():  # else this is a preview, and all ranks are like this device
-        free = min(comm.agree(free, world.axis))
+    free = int(min(comm.agree(free, world.axis)))
     # The last rank of a GPU to look has seen what the contexts of all its ranks take.
     return math.floor(free * HEADROOM) // world.ranks_per_gpu
 

@@ -9,10 +9,13 @@ Every decision depends on these values alone, so all ranks decide the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,13 +23,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.core import comm, streams
+from shardwise.models.gpt import generate
+from shardwise.optim.storage import local_of
 from shardwise.report.origin import origin
 from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
@@ -34,24 +40,23 @@ from shardwise.shard.formats import precision_report
 from shardwise.train.build import (
     Parts,
     build,
-    build_model,
-    build_optimizer,
     build_scheduler,
     precision_of,
     use_deterministic_algorithms,
 )
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import references_of
-from shardwise.train.events import EventFile, Events, Sink
-from shardwise.train.fit import more_microbatches, plan_inputs, too_large
-from shardwise.train.folder import CHECKPOINTS, EVENTS, Home
-from shardwise.train.guard import Guard, Skips, refuse_broken_weights
-from shardwise.train.metrics import ExpertLoad, Speed
-from shardwise.train.pretrained import load_weights, text_after
-from shardwise.train.world import World, num_restarts
+from shardwise.train.fit import more_microbatches, placements_of, plan_inputs, too_large
+from shardwise.train.hub import load_weights
+from shardwise.train.launch import Guard, World, num_restarts
+from shardwise.train.logs import EventFile, Events, ExpertLoad, Sink, Speed
+from shardwise.train.tokenise import MissingExtraError, Tokenizer
+from shardwise.train.tokens import INFO, write_file
 
 logger = logging.getLogger(__name__)
 
+CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
+TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
+KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
 SAMPLE_SECONDS = 5.0
 
@@ -98,13 +103,15 @@ class Trainer:
         *,
         resume: Path | None = None,
         or_older: bool = False,
+        fitted: dict[str, Any] | None = None,
         sinks: Iterable[Sink] = (),
     ) -> None:
         if config.deterministic:
             use_deterministic_algorithms()
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
         self.world, self.folder = world, folder
-        self.parts: Parts = build(config, world, folder / "cache")
+        self._asked = config  # with "auto", as a resumed run begins with it
+        self.parts: Parts = build(config, world, fitted)
         self.config = self.parts.config
         self.step = 0
         self.skips = Skips(self.config.max_skipped)
@@ -114,9 +121,10 @@ class Trainer:
         self.speed = Speed(self.config, world, self.parts.model)
         self.experts = ExpertLoad(self.parts.model)
         self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
+        self._describe_store()
         if resume is not None:
             resume = self._restore(resume, or_older)
-        elif self.config.init_from is not None and self.config.module is None:
+        elif self.config.init_from is not None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._compiles = self.config.compiles(world.device.type)
@@ -126,8 +134,7 @@ class Trainer:
         self._saving: tuple[int, float] | None = None  # of the save in progress: step, time waited
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        self._home = Home(folder, self.parts.corpus.codec, first=world.first)
-        self._configure(self.config)
+        self.tokenizer = world.together(self._open_tokenizer)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
@@ -138,10 +145,28 @@ class Trainer:
             if again:  # path null: the earlier run in this folder was never saved
                 self.events("resume", step=self.step, path=resume and str(resume))
 
-    def _configure(self, config: TrainConfig) -> None:
-        """Use ``config`` from now on, also in the run's folder and in checkpoints (collective)."""
-        self.config, self.store.config = config, config.to_json()
-        self.world.together(lambda: self._home.write(config.to_json()))
+    def _describe_store(self) -> None:
+        """What every checkpoint says about the run, for a resume."""
+        asked = dataclasses.replace(self._asked, model=self.config.model)
+        if self._asked.model.recompute == "auto":
+            model = dataclasses.replace(self.config.model, recompute="auto")
+            asked = dataclasses.replace(self._asked, model=model)
+        self.store.config = asked.to_json() | {"fitted": self.parts.fitted}
+
+    def _open_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the data, for a sample; rank 0 keeps its files for an export."""
+        corpus, there = self.parts.corpus, self.folder / TOKENIZER
+        try:
+            tokenizer = corpus.tokenizer()
+        except MissingExtraError as error:
+            logger.warning("%s (the run ends without a sample)", error)
+            tokenizer = None
+        if self.world.first and corpus.folder is not None:
+            there.mkdir(parents=True, exist_ok=True)
+            for path in corpus.folder.iterdir():
+                if path.suffix in (".json", ".jinja") and path.name != INFO:
+                    write_file(there / path.name, path.read_bytes())
+        return tokenizer
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -157,11 +182,9 @@ class Trainer:
         bits: float | None = None
         # A run that ends before its profile step records the last step.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
-        with Guard() as guard:
+        with Guard(config.hours) as guard:
             self._ended = self._clock.mark()
             while self.step < config.steps and reason is None:
-                if self.step >= config.fp8_steps and precision_of(self.config, self.world).format:
-                    self._leave_fp8()
                 if self.step + 1 == profiled:
                     with record_step(self.world.device) as profile:
                         reason = self._train_step(guard)
@@ -260,7 +283,7 @@ class Trainer:
             "step",
             step=issued.step,
             loss=mean,
-            **{corpus.field: corpus.bits_per_byte(mean, "train")},
+            **{corpus.field: corpus.bits_per_byte(mean)},
             grad_norm=norm,
             lr=issued.lr,
             tokens=samples * config.model.context,
@@ -284,25 +307,25 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 self._use_smaller_microbatches(error)
 
-    def smaller(self) -> int | None:
-        """The number of microbatches to try after an out-of-memory error, at least twice the
-        current number; None after the first steps, and if a microbatch is a single sequence."""
-        early = self.step - self._first_step < 3
-        return more_microbatches(self.config, self.world.size) if early else None
-
     def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
         """Use at least twice as many microbatches from now on, if this is one of the first steps of
-        a run on one rank. Else raise: other ranks would wait in a collective for this rank. (The
-        launcher starts all ranks again, see ``session``.)"""
-        count, world = self.smaller(), self.world
-        if count is None or world.size > 1:
+        a run on one rank. Else raise: other ranks would wait in a collective for this rank."""
+        world, parts = self.world, self.parts
+        early = world.size == 1 and self.step - self._first_step < 3
+        count = more_microbatches(self.config, world.size) if early else None
+        if count is None:
             raise error
-        self.parts.model.reset_iter_state()  # type: ignore[operator]
-        self.parts.optimizer.zero_grad()
+        parts.model.reset_iter_state()  # type: ignore[operator]
+        parts.optimizer.zero_grad()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._configure(dataclasses.replace(self.config, microbatches=count))
-        self.parts.held_out.batch_size = self.config.share(world.size)
+        self.config = parts.config = dataclasses.replace(self.config, microbatches=count)
+        if parts.fitted is None:
+            self._asked = dataclasses.replace(self._asked, microbatches=count)
+        else:
+            parts.fitted["microbatches"] = count
+        self._describe_store()
+        parts.held_out.batch_size = self.config.share(world.size)
         self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
 
     def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -314,9 +337,9 @@ class Trainer:
             loss = parts.model(piece, answers) / count
             loss.backward()
             total += loss.detach()
-            added = parts.model.auxiliary  # type: ignore[union-attr]
+            added: Tensor | None = getattr(parts.model, "auxiliary", None)
             if added is not None:
-                auxiliary += added / count  # type: ignore[operator]
+                auxiliary += added / count
         return torch.stack([total - auxiliary, auxiliary])
 
     # ------------------------------------------------------------------------ evaluation and saving
@@ -328,8 +351,10 @@ class Trainer:
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for tokens, targets, scored in batches:
-            sums[0] += model(tokens.to(device), targets.to(device)).double() * scored
-            sums[1] += scored
+            loss = model(tokens.to(device), targets.to(device))
+            if scored:  # else a module of the user may give NaN
+                sums[0] += loss.double() * scored
+                sums[1] += scored
         model.train()
         return sums
 
@@ -338,7 +363,7 @@ class Trainer:
         corpus, sums = self.parts.corpus, self._score(self.parts.held_out).cpu()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
-        bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
+        bits = corpus.bits_per_byte(mean, self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, **{corpus.field: bits})
         if self.experts.counts:
             self.events("experts", step=self.step, counts=self.experts.counts)
@@ -353,10 +378,6 @@ class Trainer:
         extra = {"step": self.step, "data": position, "skipped": self.skips.total}
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
-            warning = self.world.together(lambda: self._home.make_anew(self.config.to_json()))
-            if warning is not None:
-                self.events("run", **self._describe())
-                self.events("warning", step=self.step, text=warning)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step, time.perf_counter() - began
         except CheckpointError:
@@ -377,6 +398,10 @@ class Trainer:
         self._unsaved = None
         assert path is not None
         self.events("save", step=step, path=os.path.relpath(path), stalled=stalled)
+        if self.world.first and self.config.keep_every and step % self.config.keep_every == 0:
+            kept = self.folder / KEPT / path.name
+            with contextlib.suppress(FileExistsError):
+                shutil.copytree(path, kept, copy_function=_link)  # the same bytes, no more space
 
     def _save_failed(self, step: int, error: Exception) -> None:
         self._unsaved = f"step {step} was not saved: {error}"
@@ -423,60 +448,50 @@ class Trainer:
         parts.sampler.load_state_dict(extra["data"])
         return loaded
 
-    def _leave_fp8(self) -> None:
-        """Continue in bf16: save a checkpoint and load it into a bf16 model (collective)."""
-        self.save()
-        self._finish_saving()
-        path = self.store.wait()
-        assert path is not None
-        parts, end = self.parts, self.parts.model.document_end
-        self._configure(dataclasses.replace(self.config, precision="bf16", final_bf16=0.0))
-        del parts.model, parts.optimizer, parts.scheduler, self.experts  # free the memory first
-        parts.config, parts.model = self.config, build_model(self.config, self.world)
-        parts.model.document_end = end
-        parts.optimizer = build_optimizer(self.config, parts.model)
-        self._restore(path, or_older=False)
-        self.experts = ExpertLoad(parts.model)
-        again = ", which the next steps compile again" * self._compiles
-        self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16){again}")
-
     def sample(self) -> None:
         """Log a text that the model generates until a rank's clock ends it (collective)."""
-        codec, end = self.parts.corpus.codec, time.monotonic() + SAMPLE_SECONDS
-        if codec is None:
+        model, tokenizer, end = self.parts.model, self.tokenizer, time.monotonic() + SAMPLE_SECONDS
+        usable = tokenizer is not None and gives_logits(model)
+        if not all(comm.agree(usable, self.world.axis)) or tokenizer is None:
             return
-        options: dict[str, Any] = {
-            "temperature": 0.8,
-            "generator": torch.Generator().manual_seed(self.config.seed),
-            "until": lambda: any(comm.agree(time.monotonic() > end, self.world.axis)),
-        }
+        tokens = tokenizer.encode([PROMPT.encode()])[:-1].astype(np.int64)
+        prompt = torch.from_numpy(tokens)[None].to(self.world.device)
         with torch.compiler.set_stance("force_eager"):  # the length grows with every token
-            text = text_after(self.parts.model, codec, PROMPT, self.config.sample, **options)
-        self.events("sample", text=PROMPT + text)
+            made = generate(
+                model,
+                prompt,
+                self.config.sample,
+                context=self.config.model.context,
+                temperature=0.8,
+                generator=torch.Generator().manual_seed(self.config.seed),
+                until=lambda: any(comm.agree(time.monotonic() > end, self.world.axis)),
+            )[0].tolist()
+        written = made[len(tokens) :]
+        if tokenizer.end in written:
+            made = made[: len(tokens) + written.index(tokenizer.end)]
+        self.events("sample", text=tokenizer.decode(made))
 
     def _plan(self) -> dict[str, Any]:
         """The plan of this run; see ``shardwise plan``."""
         config, world = self.config, self.world
         model, mesh, options = plan_inputs(config, precision_of(config, world), world)
-        return plan(model, mesh, config.placements, **options).as_dict()
+        return plan(model, mesh, placements_of(config, world), **options).as_dict()
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model = self.config, self.parts.corpus, self.config.model
         experts = f", {model.num_experts} experts" if model.num_experts else ""
         layers = config.module or f"{model.num_layers} layers x {model.dim}"
-        lora = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
         shape = config.mesh_shape(self.world.size, self.world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
-        mesh += f" x tp {config.tp}" if config.tp > 1 else ""
         return {
             **origin(self.world.device, self.world.size),
-            "config": {n: v for n, v in config.to_json().items() if n not in ("run", "origin")},
+            "config": config.to_json(),
             "defaults": TrainConfig().to_json(),
             "restarts": num_restarts(),
             "model": {
                 "parameters": self.num_parameters,
-                "text": f"{layers}{experts}{lora}, context {model.context}, vocabulary "
+                "text": f"{layers}{experts}, context {model.context}, vocabulary "
                 f"{model.vocab_size}",
             },
             "corpus": {
@@ -484,7 +499,7 @@ class Trainer:
                 "sha256": corpus.sha256,
                 "text": self.parts.sampler.described(config.steps),
                 "unit": corpus.unit,
-                **references_of(corpus),
+                **corpus.info.references,
             },
             "world_size": self.world.size,
             "num_nodes": self.world.num_nodes,
@@ -495,3 +510,65 @@ class Trainer:
             "out": str(self.folder),
             "versions": versions(),
         }
+
+
+def gives_logits(model: nn.Module) -> bool:
+    """Whether ``model(tokens)`` gives logits: its targets may be left out."""
+    parameters = [*inspect.signature(model.forward).parameters.values()][1:]
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+    )
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
+# ------------------------------------------------------------------------------ broken numbers
+
+
+class BrokenGradientError(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
+class Skips:
+    """Counts the steps that were skipped because of their gradient."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row, self.total = limit, 0, 0
+
+    def good(self) -> None:
+        self.in_a_row = 0
+
+    def broken(self, step: int, norm: float, where: list[str]) -> None:
+        """Count a skipped step; raise if there are too many in a row.
+
+        ``where`` describes the gradients that are not finite.
+        """
+        self.in_a_row += 1
+        self.total += 1
+        for line in where[:4]:
+            logger.warning("step %d: %s", step, line)
+        if self.in_a_row > self.limit:
+            raise BrokenGradientError(
+                f"step {step}: the gradient's norm is {norm}, and was not finite in "
+                f"{self.in_a_row} steps in a row; "
+                f"{'; '.join(where[:4]) or 'other ranks have the broken gradients'}. Lower the "
+                f"learning rates, check the data, or raise max_skipped"
+            )
+
+
+def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:
+    """Raise on every rank where a trained weight of any rank is not finite (collective)."""
+    trained = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    pieces = [piece for p in trained if (piece := local_of(p).detach()).numel()]
+    norms = [norm.float() for norm in torch._foreach_norm(pieces, math.inf)] if pieces else []
+    finite = not norms or bool(torch.stack(norms).isfinite().all())
+    if not all(comm.agree(finite, axis)):
+        raise SaveError(
+            "weights are not finite: an update was too large. Resume from the last checkpoint "
+            "(--resume) with lower learning rates"
+        )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: runs as Python functions. Copy one, change it, and name it on the command line:
 
-shardwise train gpt_124m --data "text/*.txt"
+shardwise train gpt_124m --data tokens/
 shardwise train my_recipes.py:large
 shardwise train package.module:large
 """
@@ -56,6 +56,20 @@ def moe_tiny() -> TrainConfig:
         num_dense_layers=1,
     )
     return TrainConfig(model=model, steps=200)
+
+
+def moe_fused() -> TrainConfig:
+    """``moe_tiny`` with every switch of the fused grouped MLP; ``--ep 2`` delays gradients, too."""
+    tiny = moe_tiny()
+    model = dataclasses.replace(
+        tiny.model,
+        expert_layout="indexed",
+        gate_up_block=32,
+        expert_biases=True,
+        expert_activation="clamped_quick_geglu",
+        delay_expert_gradients=True,
+    )
+    return dataclasses.replace(tiny, model=model)
 
 
 def _large(model: GPTConfig, **values: Any) -> TrainConfig:
@@ -125,8 +139,9 @@ def gpt_1b_mxfp8() -> TrainConfig:
     return dataclasses.replace(gpt_1b(), precision="mxfp8")
 
 
-_RECIPES = (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8)
-RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in _RECIPES}
+_SMALL: list[Recipe] = [default, smoke, moe_tiny, moe_fused]
+_LARGE: list[Recipe] = [moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8]
+RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in [*_SMALL, *_LARGE]}
 
 
 def find_recipe(name: str) -> Recipe:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files: integers on disk, mapped into memory, so they may be larger than it; errors of data.
+"""Token files: made once by ``shardwise data``, mapped by ``shardwise train``; errors of data.
 
-    0       8         12       16                    4064     4096
-    | magic | version | length | JSON header, spaces | sha256 | little-endian uint16 or uint32 ... |
+    FOLDER/
+      tokens.bin      the tokens, little-endian uint16 or uint32, without a header
+                      | to train on ........................ | held out ... |
+                      0                            held_out_begins      count
+      tokens.json     what they are: see :class:`TokenInfo`
+      tokenizer.json  the tokenizer, with the files beside it that transformers reads
 
-The header holds dtype, vocab_size, count, num_bytes (of the text of the tokens, for bits per byte;
-null if unknown), tokenizer ("bytes", "tokenizer.json:SHA256" for a file beside this file, or null)
-and the sha256 of the tokens. The sha256 after it is that of the first 4064 bytes. A file is written
-under another name and renamed when complete, so a reader never sees half of it.
-
-Opening a file checks every byte of the header and the size. A file of up to :data:`CHECKED_BYTES`
-is read whole to check its sha256 and every token. That would take too long for a larger file: its
-first and last tokens are checked, and each token when it is drawn (:mod:`shardwise.train.sampler`).
+A folder gets its name when all of it is on the disk, so a reader never sees half of it. Opening a
+folder checks every value of ``tokens.json`` and the size of ``tokens.bin``, and the sha256 of a
+file of up to :data:`CHECKED_BYTES`. Each token is checked when it is drawn.
 """
 
 from __future__ import annotations
@@ -21,49 +20,81 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
 
-MAGIC = b"shrdtoks"
-VERSION = 2
-HEADER_BYTES = 4096  # a page, so that the tokens of a mapped file are aligned
-_DIGEST_AT = HEADER_BYTES - hashlib.sha256().digest_size
+TOKENS, INFO, TOKENIZER = "tokens.bin", "tokens.json", "tokenizer.json"
+VERSION = 1
 CHECKED_BYTES = 256 << 20
-_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 CHUNK = 1 << 22  # tokens read at a time
-
-
-# ------------------------------------------------------------------------------ errors
+_MOST_INFO = 64 << 20  # bytes of tokens.json
+_BEFORE = b"shrdtoks"  # the first bytes of a token file of the version before
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class DataError(ValueError):
     """The data can't be used for training. The message has the value, the reason and the fix."""
 
 
-class MissingExtraError(DataError, ImportError):
-    """An optional package, which this kind of data needs, is not installed."""
-
-
-# ------------------------------------------------------------------------------ files
-
-
 @dataclass(frozen=True, kw_only=True)
-class TokenHeader:
-    """The header of a token file."""
+class TokenInfo:
+    """The contents of ``tokens.json``. Only the first six values must be there.
 
+    Args:
+        held_out_begins: the number of tokens to train on; the others are held out.
+        end_token: the token that ends a document; ``None``: unknown.
+        token_bytes: bytes of text of each token, for bits per byte; empty: unknown.
+        train_bytes: bytes of text of the tokens to train on; ``held_out_bytes``: of the others.
+        tokenizer: sha256 of ``tokenizer.json``; ``None``: unknown.
+        key: digest of the texts and settings that the tokens were made from.
+        references: bits per byte of simple models on the held-out text.
+    """
+
+    version: int = VERSION
     dtype: str
     vocab_size: int
     count: int
+    held_out_begins: int
     sha256: str
-    num_bytes: int | None = None
+    end_token: int | None = None
+    train_bytes: int | None = None
+    held_out_bytes: int | None = None
     tokenizer: str | None = None
+    key: str = ""
+    source: str = ""
+    references: dict[str, Any] = field(default_factory=dict)
+    token_bytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"it has version {self.version}, and this shardwise reads {VERSION}")
+        counts = (self.vocab_size, self.count, self.held_out_begins)
+        known = (self.end_token, self.train_bytes, self.held_out_bytes)
+        numbers = [*counts, *(number for number in known if number is not None), *self.token_bytes]
+        if not all(type(number) is int and 0 <= number <= 1 << 60 for number in numbers):
+            raise ValueError("its counts are not all whole numbers of 0 or more")
+        problems = []
+        if not 0 < self.vocab_size <= 1 << 32 or self.dtype != dtype_for(self.vocab_size).name:
+            problems.append(f"vocab_size={self.vocab_size} in dtype={self.dtype!r}")
+        if self.held_out_begins > self.count:
+            problems.append(f"held_out_begins={self.held_out_begins} of count={self.count}")
+        if (self.end_token or 0) >= self.vocab_size:
+            problems.append(f"end_token={self.end_token} of vocab_size={self.vocab_size}")
+        if len(self.token_bytes) not in (0, self.vocab_size):
+            problems.append(f"{len(self.token_bytes)} token_bytes")
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            problems.append(f"sha256={self.sha256!r}")
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -71,56 +102,95 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return _DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
-class TokenWriter:
-    """Writes a token file array by array: ``add`` each array, then ``close``, which gives the file
-    its name. ``discard`` removes a file that was not closed."""
+# ------------------------------------------------------------------------------ reading
 
-    def __init__(self, path: str | Path, vocab_size: int, *, tokenizer: str | None = None) -> None:
-        if not 0 < vocab_size <= 1 << 32:
-            raise ValueError(
-                f"vocab_size={vocab_size}: a token file holds 1 to 2**32 different tokens"
+
+def token_folder(source: str | Path) -> Path | None:
+    """The folder of a source that names a token file; ``None`` if the source is something else."""
+    path = Path(source).expanduser()
+    folder = path.parent if path.name in (TOKENS, INFO) else path
+    if (folder / INFO).is_file():
+        return folder
+    file = folder / TOKENS if folder.is_dir() else path
+    if file.suffix != ".bin" or not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        if opened.read(len(_BEFORE)) == _BEFORE:
+            raise DataError(
+                f"{file} was written by the version before: make it again from its texts, with "
+                f"shardwise data TEXTS --out FOLDER --tokenizer NAME"
             )
-        self.path, self.vocab_size, self.tokenizer = Path(path), vocab_size, tokenizer
-        self.count = 0
-        self.num_bytes: int | None = None  # of text that the tokens stand for
-        self._digest = hashlib.sha256()
-        self._partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        self._file = self._partial.open("wb")
-        self._file.write(bytes(HEADER_BYTES))
+    raise DataError(
+        f"{file} has no {INFO} beside it that says what its tokens are: make both with shardwise "
+        f"data TEXTS --out FOLDER, or with shardwise.train.tokens.write_tokens"
+    )
 
-    def add(self, tokens: Tokens) -> None:
-        check_range(tokens, self.vocab_size, f"{self.path.name}: not written", self.count)
-        data = np.ascontiguousarray(tokens, dtype_for(self.vocab_size)).data
-        self._digest.update(data)
-        self._file.write(data)
-        self.count += len(tokens)
 
-    def close(self) -> TokenHeader:
-        """Write the header and give the file its name."""
-        header = TokenHeader(
-            dtype=dtype_for(self.vocab_size).name,
-            vocab_size=self.vocab_size,
-            count=self.count,
-            sha256=self._digest.hexdigest(),
-            num_bytes=self.num_bytes,
-            tokenizer=self.tokenizer,
+def open_tokens(folder: str | Path) -> tuple[Tokens, TokenInfo]:
+    """Map the tokens of a folder into memory, after the checks in the docstring of this module."""
+    folder = Path(folder)
+    file, info = folder / TOKENS, read_info(folder)
+    dtype = _DTYPES[info.dtype]
+    size = file.stat().st_size if file.is_file() else -1
+    expected = info.count * dtype.itemsize
+    if size != expected:
+        what = "is missing" if size < 0 else f"has {size} bytes"
+        raise DataError(
+            f"{file} {what}, and {INFO} describes {info.count} tokens of {expected} bytes: copy "
+            f"or make it again"
         )
-        self._file.seek(0)
-        self._file.write(_encode_header(header))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._partial.replace(self.path)
-        return header
-
-    def discard(self) -> None:
-        """Remove the file unless it was closed."""
-        with contextlib.suppress(OSError):  # buffered bytes do not fit on a full disk
-            self._file.close()
-        self._partial.unlink(missing_ok=True)
+    if not info.count:
+        return np.empty(0, dtype), info
+    tokens: Tokens = np.memmap(file, dtype=dtype, mode="r")
+    if size <= CHECKED_BYTES and hashlib.sha256(tokens.data).hexdigest() != info.sha256:
+        raise DataError(f"{file} has other contents than were written: copy or make it again")
+    return tokens, info
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def read_info(folder: Path) -> TokenInfo:
+    path = folder / INFO
+    try:
+        with path.open("rb") as file:
+            values = json.loads(file.read(_MOST_INFO))
+        return TokenInfo(**values)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} cannot be used ({error}): make the tokens again") from None
+
+
+def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int = 0) -> None:
+    """Raise if a token is outside of the vocabulary."""
+    if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+        at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
+        raise DataError(
+            f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
+            f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
+        )
+
+
+# ------------------------------------------------------------------------------ writing
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill. It gets its name when the block ends without an error; a folder that
+    another process has made in the meantime stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    host = f"{socket.gethostname()}-{os.getpid()}"
+    partial = folder.with_name(f".{folder.name}.{host}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        try:
+            partial.rename(folder)  # replaces an empty folder
+        except OSError:
+            if not (folder / INFO).is_file():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
     """Write a small file. It gets its name when all of it is on the disk."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -133,174 +203,81 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+class TokenWriter:
+    """Writes ``tokens.bin`` array by array into a folder, and ``tokens.json`` at the end.
+
+    Held-out tokens wait in a file of their own, because they stand after those to train on.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder, self.vocab_size, self.dtype = folder, vocab_size, dtype_for(vocab_size)
+        self.counts = [0, 0]  # to train on, held out
+        self._digest = hashlib.sha256()
+        self._parts = [folder / TOKENS, folder / "held_out.partial"]
+        self._files = [part.open("wb") for part in self._parts]
+
+    def add(self, tokens: Tokens, *, held_out: bool = False) -> None:
+        check_range(tokens, self.vocab_size, "not written")
+        data = np.ascontiguousarray(tokens, self.dtype).data
+        if not held_out:
+            self._digest.update(data)
+        self._files[held_out].write(data)
+        self.counts[held_out] += len(tokens)
+
+    def join(self) -> Tokens:
+        """Append the held-out tokens to those to train on; return all, mapped."""
+        self._files[1].close()
+        with self._parts[1].open("rb") as held_out:
+            while data := held_out.read(CHUNK):
+                self._digest.update(data)
+                self._files[0].write(data)
+        self._parts[1].unlink()
+        with self._files[0] as file:
+            file.flush()
+            os.fsync(file.fileno())
+        if not sum(self.counts):
+            return np.empty(0, self.dtype)
+        return np.memmap(self._parts[0], dtype=self.dtype, mode="r")
+
+    def describe(self, **values: Any) -> TokenInfo:
+        """Write ``tokens.json``; ``values`` are fields of :class:`TokenInfo`."""
+        known = {"dtype": self.dtype.name, "vocab_size": self.vocab_size}
+        known |= {"count": sum(self.counts), "held_out_begins": self.counts[0]}
+        info = TokenInfo(**{**known, "sha256": self._digest.hexdigest(), **values})
+        write_file(self.folder / INFO, json.dumps(asdict(info)).encode())
+        return info
+
+
 def write_tokens(
-    path: str | Path,
-    tokens: Tokens | Iterable[Tokens],
+    folder: str | Path,
+    tokens: Tokens,
     vocab_size: int,
     *,
-    num_bytes: int | None = None,
-    tokenizer: str | None = None,
-) -> TokenHeader:
-    """Write a token file from an array, or from arrays that are joined; return the header.
+    held_out: float = 0.05,
+    token_bytes: Sequence[int] = (),
+    end_token: int | None = None,
+) -> TokenInfo:
+    """Make a token folder of an array, whose end is held out; return its description.
 
     Args:
-        num_bytes: the number of bytes of text that the tokens stand for. Without it, losses are
-            known per token only.
-        tokenizer: ``"bytes"`` if token i < 256 is byte i, so that generated text can be read.
+        token_bytes: bytes of text of each token. Without them, losses are known per token only.
     """
-    writer = TokenWriter(path, vocab_size, tokenizer=tokenizer)
-    try:
-        for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
-            writer.add(array)
-        writer.num_bytes = num_bytes
-        return writer.close()
-    finally:
-        writer.discard()
+    with whole_folder(Path(folder)) as partial:
+        writer = TokenWriter(partial, vocab_size)
+        cut = tail_begins(len(tokens), held_out)
+        writer.add(tokens[:cut])
+        writer.add(tokens[cut:], held_out=True)
+        writer.join()
+        lengths = [int(length) for length in token_bytes]
+        known: dict[str, Any] = {}
+        if lengths:
+            table = np.array(lengths)
+            known["train_bytes"] = int(table[tokens[:cut]].sum())
+            known["held_out_bytes"] = int(table[tokens[cut:]].sum())
+        return writer.describe(token_bytes=lengths, end_token=end_token, **known)
 
 
-class Joined:
-    """Several arrays of tokens, such as mapped files, joined to one array without a copy.
-
-    It supports what samplers need: the length, slices, and an array of positions as the index. Only
-    the tokens of an access are read.
-    """
-
-    def __init__(self, arrays: Iterable[Tokens]) -> None:
-        self.arrays = [array for array in arrays if len(array)]
-        self.dtype = np.result_type(*(array.dtype for array in self.arrays))
-        lengths = [len(array) for array in self.arrays]
-        self._ends = np.cumsum(lengths)
-        self._begins = self._ends - lengths
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, at: slice | NDArray[np.int64]) -> Tokens:
-        if isinstance(at, slice):
-            begin, end, step = at.indices(len(self))
-            assert step == 1, "tokens are read forwards"
-            parts = [
-                array[max(0, begin - first) : max(0, end - first)]
-                for array, first in zip(self.arrays, self._begins, strict=True)
-            ]
-            return np.concatenate([np.empty(0, self.dtype), *(p for p in parts if len(p))])
-        tokens = np.empty(at.shape, self.dtype)
-        which = np.searchsorted(self._ends, at, side="right")
-        for number in np.unique(which):
-            here = which == number
-            tokens[here] = self.arrays[number][at[here] - self._begins[number]]
-        return tokens
-
-
-def join(arrays: Sequence[Tokens]) -> Tokens:
-    """The only array, or several arrays joined."""
-    return arrays[0] if len(arrays) == 1 else cast(Tokens, Joined(arrays))
-
-
-def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
-    """Map a token file into memory, after the checks in the docstring of this module."""
-    path = Path(path)
-    header = read_header(path)
-    tokens: Tokens = np.empty(0, _DTYPES[header.dtype])
-    if header.count:
-        tokens = np.memmap(path, dtype=tokens.dtype, mode="r", offset=HEADER_BYTES)
-    if tokens.nbytes <= CHECKED_BYTES:
-        _verify(path, tokens, header)
-    else:
-        for begin in (0, max(0, len(tokens) - CHUNK)):
-            check_range(tokens[begin : begin + CHUNK], header.vocab_size, str(path), begin)
-    return tokens, header
-
-
-def is_token_file(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
-def read_header(path: Path) -> TokenHeader:
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file; give the path of a token file")
-    with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
-    if head[: len(MAGIC)] != MAGIC:
-        raise DataError(
-            f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): make token "
-            f"files with shardwise data, or with shardwise.train.tokens.write_tokens"
-        )
-    if len(head) < HEADER_BYTES:
-        raise DataError(
-            f"{path} is truncated: it has {len(head)} bytes, and the header has {HEADER_BYTES}: "
-            f"copy or write it again"
-        )
-    version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
-    if version != VERSION:
-        raise DataError(
-            f"{path} has format version {version}, and this shardwise reads version {VERSION}: "
-            f"write it again"
-        )
-    try:
-        header = TokenHeader(**json.loads(head[16 : 16 + length]))
-        _check_values(header)
-        # Finds changed bytes that the values of the header do not show: digest, spaces, version.
-        if _encode_header(header) != head:
-            raise ValueError("some of its bits have changed")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} has a damaged header ({error}): write it again") from None
-    _check_size(path, header)
-    return header
-
-
-def _check_values(header: TokenHeader) -> None:
-    counts = [header.vocab_size, header.count, 0 if header.num_bytes is None else header.num_bytes]
-    if not all(type(count) is int and 0 <= count <= 1 << 63 for count in counts):
-        raise ValueError(f"{header}")
-    if not 0 < header.vocab_size <= 1 << 32 or header.dtype != dtype_for(header.vocab_size).name:
-        raise ValueError(f"vocab_size={header.vocab_size} in {header.dtype!r}")
-    if not re.fullmatch("[0-9a-f]{64}", str(header.sha256)):
-        raise ValueError(f"sha256 {header.sha256!r}")
-    if not isinstance(header.tokenizer, str | None):
-        raise ValueError(f"tokenizer {header.tokenizer!r}")
-
-
-def _check_size(path: Path, header: TokenHeader) -> None:
-    size = path.stat().st_size
-    expected = HEADER_BYTES + header.count * _DTYPES[header.dtype].itemsize
-    if size != expected:
-        what = "truncated" if size < expected else "longer than its header says"
-        raise DataError(
-            f"{path} is {what}: {header.count} tokens take {expected} bytes, and it has {size}: "
-            f"copy or write it again"
-        )
-
-
-def _encode_header(header: TokenHeader) -> bytes:
-    text = json.dumps(asdict(header)).encode()
-    start = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
-    if len(start) > _DIGEST_AT:
-        raise ValueError(f"a header of {len(start)} bytes: tokenizer={header.tokenizer!r:.40}")
-    start = start.ljust(_DIGEST_AT)
-    return start + hashlib.sha256(start).digest()
-
-
-def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
-    digest = hashlib.sha256()
-    for begin in range(0, len(tokens), CHUNK):
-        chunk = tokens[begin : begin + CHUNK]
-        check_range(chunk, header.vocab_size, str(path), begin)
-        digest.update(np.ascontiguousarray(chunk).data)
-    if digest.hexdigest() != header.sha256:
-        raise DataError(
-            f"{path} has other contents than were written (sha256 {digest.hexdigest()[:12]}…, in "
-            f"the header {header.sha256[:12]}…): copy or write it again"
-        )
-
-
-def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
-    if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
-        at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
-        raise DataError(
-            f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
-            f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
-        )
+def tail_begins(count: int, held_out: float) -> int:
+    """Where the held-out end of ``count`` tokens begins: at least two tokens, to read and to
+    predict."""
+    return max(0, count - max(2, round(held_out * count)))

@@ -20,7 +20,7 @@ from shardwise.moe import mixtures_of, router
 from shardwise.report.plan import Plan, plan
 from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import ExpertLoad
+from shardwise.train.logs import ExpertLoad
 from tests.memory.helpers import Books
 from tests.models import mesh_of
 from tests.one_card import device_type, ranks_device

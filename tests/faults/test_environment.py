@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 import os
@@ -21,9 +20,9 @@ import shardwise
 from shardwise import cli
 from shardwise.kernels import missing_compiler
 from shardwise.notices import warn_once
-from shardwise.train import build, preview, world
+from shardwise.train import build
+from shardwise.train import launch as world
 from shardwise.train.config import TrainConfig
-from shardwise.train.recipes import load_recipe
 from tests.ranks import run_ranks
 from tests.train_runs import environment, inside, make_world
 
@@ -112,20 +111,6 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     world.check_gpus()
 
 
-def test_a_recipe_for_gpus_on_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    peaks = {torch.float32: 5e10, torch.bfloat16: 2e8}
-    monkeypatch.setattr(preview, "peak_flops", lambda device, dtype: peaks[dtype])
-    assert "torch sees no GPU, and 2 CPU ranks take about" in (
-        preview.without_gpus(load_recipe("gpt_124m"), 2) or ""
-    )
-    default = load_recipe("default")
-    assert preview.without_gpus(default, 2) is None
-    for precision in ("bf16", "fp8_block"):  # a CPU that multiplies bf16 in loops
-        slow = dataclasses.replace(default, precision=precision)
-        assert "with --precision fp32 it is about" in (preview.without_gpus(slow, 2) or "")
-
-
 # ------------------------------------------------------------------------------ files and ports
 
 
@@ -139,8 +124,8 @@ def test_errors_of_the_system_say_what_to_do() -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = inside("plan", "smoke", "--svg", "file/map.svg", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr == "error: file/map.svg: Not a directory\n"
+    done = inside("data", "stdlib", "--out", "file/tokens", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr == "error: file: File exists\n", done.stderr
 
 
 def test_a_port_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +151,7 @@ def test_a_rank_that_meets_nobody_says_where_it_waited(
     values = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_parse_and_run", lambda words: world.join(1.0))
+    monkeypatch.setattr(cli, "_run", lambda words: world.join(1.0))
     assert cli.run(["train"]) == 2
     (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("error: ")]
     assert f"rank {rank} of 2 waited" in line and f"the others at 127.0.0.1:{port}" in line
@@ -182,7 +167,7 @@ def test_a_rank_with_an_odd_environment_says_so_itself(
     values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (values | wrong).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_parse_and_run", lambda words: world.join(1.0))
+    monkeypatch.setattr(cli, "_run", lambda words: world.join(1.0))
     assert cli.run(["train"]) == 2
     text = capfd.readouterr().err
     assert f"'{next(iter(wrong))}': '{next(iter(wrong.values()))}'" in text and "torchrun" in text

@@ -17,11 +17,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.checkpoint import verify
-from shardwise.train import launcher
-from shardwise.train.guard import Guard, stop_signals
-from shardwise.train.launcher import asking_to_stop, explain, launch
+from shardwise.train.launch import Guard, asking_to_stop, explain, stop_signals
 from shardwise.train.loop import Trainer
-from shardwise.train.world import changes_file
 from tests.ranks import run_ranks
 from tests.train_runs import (
     events_of,
@@ -134,13 +131,13 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
 
 
 SHARING = """
-from shardwise.train import session
-from shardwise.train.world import join
+from shardwise.train import run
+from shardwise.train.launch import join
 
 def joined(timeout):
     return dataclasses.replace(join(timeout), ranks_per_gpu=4)
 
-session.join = joined
+run.join = joined
 """
 
 
@@ -154,79 +151,29 @@ def test_ranks_that_share_a_gpu_say_so_once(tmp_path: Path) -> None:
     assert "4 ranks share one GPU" in note["text"] and out.count(note["text"]) == 1
 
 
-LIMITED = """
-import os
-import torch
-from shardwise.models.gpt import Block
-from shardwise.train.world import num_restarts
-
-forward = Block.forward
-
-def limited(block, hidden, *args):
-    if num_restarts() == 2 and os.environ.get("FAILS") and not hidden.is_meta:
-        raise RuntimeError("once, after a restart")
-    full = os.environ.get("RANK") == "1" and len(hidden) > int(os.environ["LARGEST"])
-    if full and block.training:
-        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
-    return forward(block, hidden, *args)
-
-Block.forward = limited
-"""
-
-
-def train_microbatches(rank: int, world_size: int, folder: str, data: str, count: int) -> None:
-    changes = {"data": data, "steps": 4, "microbatches": count}
-    make_trainer(rank, world_size, folder, **changes).run()
-
-
-def test_ranks_without_memory_in_their_first_steps_start_again_with_more_microbatches(
-    tmp_path: Path,
-) -> None:
-    """Rank 1 has room for microbatches of ``LARGEST`` sequences, of the 6 that it trains on."""
-    name, run = write_recipe(tmp_path, "steps=4"), tmp_path / "run"
-    with (tmp_path / "recipe.py").open("a") as recipe:
-        recipe.write(LIMITED)
-
-    def train(largest: int, *words: str, **more: str) -> tuple[int, str, list[str], int]:
-        begun = len(events_of(run, "warning")) if run.exists() else 0
-        words = ("train", name, "--out", "run", *words)
-        room = {"LARGEST": str(largest)}
-        code, _, err = fork_launcher(*words, cwd=tmp_path, **room, **more).finish()
-        texts = [event["text"] for event in events_of(run, "warning")[begun:]]
-        return code, err, texts, json.loads((run / "config.json").read_text())["microbatches"]
-
-    said = [f"out of memory: {count} microbatches now" for count in (2, 6)]
-    assert train(2) == (0, "", said, 6)
-    expected = tmp_path / "expected"
-    run_ranks(train_microbatches, 2, str(expected), write_text(tmp_path), 6)
-    assert losses(run) == losses(expected) and len(losses(run)) == 4
-    # A resumed run goes on from its checkpoint; another failure says nothing of memory again.
-    words = ("--resume", "--steps", "6", "--microbatches", "1", "--max-restarts", "2")
-    code, err, texts, count = train(3, *words, FAILS="1")
-    assert (code, texts, count) == (0, said[:1], 2) and "once, after a restart" in err
-    assert [event["step"] for event in events_of(run, "resume")] == [0, 0, 4, 4, 4]
-    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
-    code, err, texts, count = train(0, "--resume", "--steps", "8", "--microbatches", "6")
-    assert (code, texts, count) == (1, [], 6)
-    assert "1 x 16 tokens: resume with --model.recompute block. tried" in err
-
-
-def test_a_stop_file_of_the_users_is_looked_for_and_is_no_launchers(
+def test_a_stop_file_of_the_users_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stop, asked = tmp_path / "stop", []
+    stop = tmp_path / "stop"
     for name, value in (("STOP", str(stop)), ("LAUNCHER", "")):
         monkeypatch.setenv(f"SHARDWISE_{name}", value)
-    assert changes_file() is None, "another launcher would not start its ranks again"
+    assert Guard().asked is None
+    stop.touch()
+    assert Guard().asked == "a stop request"
 
-    def agent(*_: object) -> int:
-        asked.append(Guard().asked)
-        stop.touch()
-        asked.append(Guard().asked)
-        return 0
 
-    monkeypatch.setattr(launcher, "_run_agent", agent)
-    assert launch([], nproc=1) == 0 and asked == [None, "a stop request"]
+def test_hours_end_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(train_for_a_moment, 2, str(tmp_path / "run"), write_text(tmp_path))
+    (saved,) = events_of(tmp_path / "run", "save")
+    (end,) = events_of(tmp_path / "run", "end")
+    assert end["reason"].startswith(("hours=", "another rank")) and saved["step"] == end["step"]
+    assert 0 < end["step"] < 100_000
+
+
+def train_for_a_moment(rank: int, world_size: int, folder: str, data: str) -> None:
+    changes = {**CHANGES, "save_every": 100_000, "hours": 0.3 / 3600}
+    outcome = make_trainer(rank, world_size, folder, data=data, **changes).run()
+    assert not outcome.finished
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
@@ -312,13 +259,13 @@ def test_what_the_launcher_killed_is_not_called_out_of_memory(
         1: failed(1, -signal.SIGKILL, 80),
         2: failed(2, -signal.SIGTERM, 50),
     }
-    assert explain(stuck, signalled={101, 102}) == 1
+    assert explain(stuck) == 1
     said = capsys.readouterr().err
     assert "out of memory" not in said and said.count("error:") == 1
     assert "rank 1 (pid 101) did not end" in said and "the launcher killed it" in said
-    assert explain({0: failed(0, 1, 50), 1: failed(1, -9, 50)}, signalled=set()) == 137
+    assert explain({0: failed(0, 1, 50), 1: failed(1, -9, 50)}) == 137
     assert "rank 1 (pid 101) was killed by SIGKILL (out of memory?)" in capsys.readouterr().err
-    assert explain({0: failed(0, -9, 50), 1: failed(1, -15, 50)}, signalled={101}) == 137
+    assert explain({0: failed(0, -9, 50), 1: failed(1, -15, 50)}) == 137
     assert "rank 0" in capsys.readouterr().err
 
 

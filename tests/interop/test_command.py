@@ -46,7 +46,7 @@ def refused(*words: str, cwd: Path, run: Callable[..., Any] = inside) -> str:
     done = run(*words, cwd=cwd)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
-    assert not (cwd / "runs").exists(), "nothing was begun"
+    assert not [*cwd.glob("runs/*/events.jsonl")], "nothing was begun"
     return done.stderr
 
 
@@ -83,12 +83,12 @@ def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None
 
 
 def test_a_damaged_token_file(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    write_tokens(path, np.arange(4000) % 50, 50)
+    write_tokens(tmp_path / "tokens", np.arange(4000) % 50, 50)
+    path = tmp_path / "tokens" / "tokens.bin"
     content = bytearray(path.read_bytes())
     content[-9] ^= 255
     path.write_bytes(content)
-    said = refused("train", "smoke", "--data", str(path), cwd=tmp_path, run=forked)
+    said = refused("train", "smoke", "--data", "tokens", cwd=tmp_path, run=forked)
     assert said.count("error:") == 1 and "tokens.bin" in said, said
 
 
@@ -158,14 +158,6 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     assert (
         json.loads((trained / "hub" / "generation_config.json").read_text())["eos_token_id"] == 256
     )
-    wrote = [
-        inside("generate", place, "--prompt", "the 7", "--tokens", "9", cwd=trained)
-        for place in ("run", "run/checkpoints/step-000004", "hub")
-    ]
-    assert len(wrote[0].stdout) > 8 and wrote[0].stdout.startswith("the 7"), wrote[0].stderr
-    assert len({one.stdout for one in wrote}) == 1, "the same weights, the same tokenizer"
-    lost = inside("generate", "nowhere", cwd=trained)
-    assert lost.returncode == 2 and "no such run, checkpoint or exported folder" in lost.stderr
     again = inside("export", "run", "hub", cwd=trained)
     assert again.returncode == 2 and "exists already" in again.stderr
     planned = inside("plan", "hub", "--ranks", "4", cwd=trained)
@@ -176,31 +168,29 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     assert inside("report", "hub", cwd=trained).returncode == 2
 
 
-def test_a_dry_run_says_what_a_run_would_be(trained: Path) -> None:
-    words = ["--init-from", "hub", "--data", "text.txt", "--steps", "7", "--dry-run"]
-    done = inside("train", *SMALL, *words, "--nproc", "4", cwd=trained)
+def test_tokens_are_made_once_and_trained_on(trained: Path) -> None:
+    words = ("data", "text.txt", "--out", "tokens", "--held-out", "0.1")
+    for _ in range(2):
+        done = inside(*words, cwd=trained)
+        assert done.returncode == 0 and "held out, 257 different" in done.stdout, done.stderr
+    taken = inside("data", "text.txt", "--out", "run", cwd=trained)
+    assert taken.returncode == 2 and "holds something else" in taken.stderr
+    more = ("--data", "tokens", "--eval-data", "text.txt", "--keep-every", "2", "--out", "second")
+    done = forked("train", "smoke", "--steps", "4", "--save-every", "1", *more, cwd=trained)
     assert done.returncode == 0, done.stderr
-    for text in (
-        "steps                   7",
-        "zero3 over dp=4",
-        "Bytes per rank",
-        "time     about",
-    ):
-        assert text in done.stdout, done.stdout
-    assert "tokenizer               hub" in done.stdout, "the weights bring their tokenizer"
-    assert not (trained / "runs").exists(), "nothing is written"
-    lost = inside("train", "--init-from", "nowhere", "--dry-run", cwd=trained)
-    assert lost.returncode == 2 and "nowhere holds no Hugging Face model" in lost.stderr
+    kept, left = (sorted((trained / "second" / one).iterdir()) for one in ("kept", "checkpoints"))
+    assert [path.name[-1] for path in kept] == ["2", "4"]
+    assert [path.name[-1] for path in left] == ["3", "4"]
+    newest = inside("verify", "second/kept/step-000002", cwd=trained)
+    assert newest.returncode == 0 and "sound" in newest.stdout
 
 
 def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     done = inside(
-        "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "8GiB",
-        "--svg", "map.svg", cwd=tmp_path,
+        "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "8GiB", cwd=tmp_path
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert "too much" in done.stdout and "use strategy zero1" in done.stdout
-    assert (tmp_path / "map.svg").read_text().startswith("<svg")
     spread = inside("plan", "moe_tiny", "--ranks", "4", "--ep", "2", cwd=tmp_path)
     assert spread.returncode == 0, spread.stderr
     for words in (

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,13 +26,12 @@ from shardwise.models.hugging_face import (
 )
 from shardwise.moe import MixtureOfExperts
 from shardwise.shard.state_dict import full_state_dict
-from shardwise.train.codecs import Bytes
-from shardwise.train.pretrained import HubFolder, begin_from, open_model
+from shardwise.train.hub import HubFolder, begin_from
 from shardwise.train.recipes import load_recipe
-from shardwise.train.session import Request, resolve
-from shardwise.train.tokens import write_tokens
+from shardwise.train.run import Request, resolve
+from shardwise.train.tokenise import byte_tokenizer
 from tests.ranks import run_ranks
-from tests.train_runs import TINY, events_of, inside, make_trainer, write_text
+from tests.train_runs import TINY, make_trainer, write_text
 
 LLAMA = GPTConfig(
     vocab_size=67,
@@ -316,9 +314,7 @@ def write_hub(folder: Path, config: GPTConfig) -> dict[str, Any]:
 BEGUN: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
     "zero3": (replace(LLAMA, vocab_size=300), {}),
     "hsdp, tied": (replace(LLAMA, vocab_size=300, tied=True), {"strategy": "hsdp"}),
-    "tp": (replace(LLAMA, vocab_size=300, qk_norm=True), {"tp": 2}),
     "ep": (replace(MODELS["qwen3 experts"], vocab_size=300), {"ep": 2}),
-    "lora": (replace(LLAMA, vocab_size=300), {"lora_rank": 2}),
 }
 
 
@@ -341,9 +337,6 @@ def test_a_run_begins_with_the_weights_of_a_folder(tmp_path: Path) -> None:
         for name, state in expected.items():
             loaded, words = found[name]
             assert words == 300, "the vocabulary is that of the weights, not of the text"
-            low = {key: loaded.pop(key) for key in [*loaded] if ".lora_" in key}
-            assert len(low) == (28 if name == "lora" else 0)
-            assert all(one.any() != key.endswith("b") for key, one in low.items()), "no change yet"
             assert loaded.keys() == state.keys()
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -355,16 +348,16 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     write_hub(tmp_path / "hub", config)
     text = write_text(tmp_path)
     changes = {"init_from": str(tmp_path / "hub"), "data": text}
-    made = resolve(Request(recipe="smoke", changes={**changes, "model": {"context": 16}})).config
+    short = replace(load_recipe("smoke"), **changes)
+    short = replace(short, model=replace(short.model, context=16))
+    request = Request(recipe="smoke", configure=lambda recipe: short)
+    made = resolve(request).config
     assert made.model == replace(config, context=16, head_dim=8) and made.tokenizer == "bytes"
     losses = replace(TINY.model, head_z_coefficient=1e-4)
-    begun = begin_from(replace(TINY, init_from=changes["init_from"], model=losses), {})
+    begun = begin_from(replace(TINY, init_from=changes["init_from"], model=losses))
     assert begun.model == replace(made.model, head_z_coefficient=1e-4), "no config.json tells it"
-    # Tokens of another tokenizer than the weights' would be refused when they are read.
-    write_tokens(tmp_path / "t.bin", np.zeros(9, int), 300)
-    (tmp_path / "hub" / "tokenizer.json").write_bytes(Bytes().files()["tokenizer.json"])
-    tokens = {**changes, "data": str(tmp_path / "t.bin")}
-    assert resolve(Request(recipe="smoke", changes=tokens)).config.tokenizer == tokens["init_from"]
+    (tmp_path / "hub" / "tokenizer.json").write_bytes(byte_tokenizer().files["tokenizer.json"])
+    assert resolve(request).config.tokenizer == changes["init_from"], "the weights bring theirs"
     (tmp_path / "hub" / "tokenizer.json").unlink()
     for model, said in (
         (replace(config, hidden_dim=32), "do not fit the model of this run"),
@@ -375,7 +368,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             assert re.search(said, text), text
     (tmp_path / "hub" / "config.json").unlink()
     with pytest.raises(ValueError, match=r"it has no config\.json"):
-        resolve(Request(recipe="smoke", changes=changes))
+        resolve(request)
 
 
 def test_a_pipe_in_place_of_weights_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
@@ -398,54 +391,3 @@ def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any]) ->
     with pytest.raises(ValueError, match=r".") as caught:
         make_trainer(rank, world_size, folder, **changes)
     return str(caught.value)
-
-
-# ------------------------------------------------------------------ models that only they can build
-
-
-def fine_tuned(
-    rank: int, world_size: int, root: str, changes: dict[str, Any]
-) -> tuple[dict[str, Any], list[float]]:
-    trainer = make_trainer(rank, world_size, f"{root}/run", **changes)
-    trainer.run()
-    losses = [event["loss"] for event in events_of(f"{root}/run", "step")] if rank == 0 else []
-    return full_state_dict(trainer.parts.model), losses
-
-
-@pytest.mark.parametrize("how", ["fresh", "all weights", "lora"])
-def test_any_causal_language_model_of_transformers_is_trained(how: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    described = transformers.GPTNeoXConfig(
-        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    theirs = transformers.GPTNeoXForCausalLM(described)
-    theirs.save_pretrained(tmp_path / "hub")
-    told = json.loads((tmp_path / "hub" / "config.json").read_text())  # as published models are
-    (tmp_path / "hub" / "config.json").write_text(json.dumps({**told, "dtype": "bfloat16"}))
-    changes: dict[str, Any] = {"module": f"hf:{tmp_path / 'hub'}", "data": write_text(tmp_path)}
-    changes |= {"optimizer": "adamw", "lr": 1e-2, "steps": 6, "eval_every": 0, "save_every": 6}
-    if how != "fresh":
-        changes["init_from"] = str(tmp_path / "hub")
-        changes["model"] = replace(TINY.model, vocab_size=257)
-    changes["lora_rank"] = 4 if how == "lora" else 0
-    (state, losses), _ = run_ranks(fine_tuned, 2, str(tmp_path), changes)
-    assert losses[-1] < losses[0] - 0.02
-    kept = {name for name, value in theirs.state_dict().items() if torch.equal(state[name], value)}
-    frozen = {name for name in state if ".lora_" not in name}
-    assert kept == (frozen if how == "lora" else set()) and len(frozen) > 20
-    done = inside("export", "run", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ours, codec = open_model(tmp_path / "run")
-    tokens = torch.randint(0, 257, (2, 16))
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens), back(tokens).logits, rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(theirs(tokens).logits, back(tokens).logits, atol=1e-3)
-    assert codec is not None and codec.name == "bytes"
-    asked = ("--prompt", "the", "--tokens", "4", "--temperature", "0")
-    said = [inside("generate", name, *asked, cwd=tmp_path) for name in ("run", "out")]
-    assert said[0].returncode == 0 and said[0].stdout.startswith("the"), said[0].stderr
-    assert said[1].stdout == said[0].stdout, said[1].stderr
-    assert open_model(tmp_path / "out")[0].context == 64

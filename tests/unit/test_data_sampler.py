@@ -14,19 +14,23 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train.corpus import Corpus
-from shardwise.train.sampler import PERIOD, HeldOut, Sampler, permute
-from shardwise.train.tokens import (
-    DataError,
-)
+from shardwise.train.data import PERIOD, Corpus, HeldOut, Part, Sampler, permute
+from shardwise.train.tokens import DataError, TokenInfo, dtype_for
 
 CONTEXT = 4
 
 
-def corpus_of(tokens: Any, vocab_size: int = 1 << 16, **values: Any) -> Corpus:
-    """A corpus that trains on these tokens, and holds them out."""
-    parts = {"name": "x", "sha256": "", "train": tokens, "held_out": tokens}
-    return Corpus(**parts, vocab_size=vocab_size, **values)
+def corpus_of(*parts: Any, vocab_size: int = 1 << 16, weights: Any = (1.0,)) -> Corpus:
+    """A corpus that trains on these tokens, and holds the first of them out."""
+    info = TokenInfo(
+        dtype=dtype_for(vocab_size).name,
+        vocab_size=vocab_size,
+        count=0,
+        held_out_begins=0,
+        sha256="0" * 64,
+    )
+    made = tuple(Part(tokens, weight) for tokens, weight in zip(parts, weights, strict=True))
+    return Corpus(name="x", sha256="", parts=made, held_out=parts[0], info=info)
 
 
 def sampler(num_windows: int, sha256: str = "", **options: Any) -> Sampler:
@@ -128,8 +132,7 @@ def test_a_position_can_be_read_without_moving() -> None:
     one = sampler(50, global_batch=6, world_size=2, rank=1)
     expected = [windows_of(one.batch(6 * step)) for step in range(5)]
     assert [windows_of(one.next_batch()) for _ in range(5)] == expected
-    assert one.position == 30 and one.epoch == 0 and one.batch_size == 3
-    assert [windows_of(one.next_batch()) for _ in range(4)] and one.epoch == 1
+    assert one.position == 30 and one.batch_size == 3
 
 
 def test_the_rest_of_the_tokens_is_not_a_window() -> None:
@@ -150,9 +153,9 @@ def test_data_shorter_than_a_window_are_refused() -> None:
 def test_a_token_outside_the_vocabulary_is_named_when_it_is_drawn() -> None:
     tokens = np.arange(41, dtype=np.uint16)
     tokens[22] = 999
-    corpus = corpus_of(tokens, 41)
+    corpus = corpus_of(tokens, vocab_size=41)
     one = Sampler(corpus, context=CONTEXT, global_batch=10)
-    with pytest.raises(DataError, match="token 22 is 999, outside 0 to 40"):
+    with pytest.raises(DataError, match="is 999, outside 0 to 40"):
         one.next_batch()
     with pytest.raises(DataError, match="held-out tokens: token 22 is 999"):
         list(HeldOut(corpus, context=CONTEXT, batch_size=2))
@@ -241,8 +244,8 @@ def test_the_mean_over_ranks_is_the_mean_over_tokens() -> None:
 
 def test_a_mixture_draws_its_weights_exactly_and_resumes_anywhere() -> None:
     lengths, weights = (50, 5000, 900), (0.2, 0.7, 0.1)
-    tokens = np.repeat(np.arange(3), lengths)
-    corpus = corpus_of(tokens, 3, shares=(*zip(lengths, weights, strict=True),))
+    parts = [np.full(length, number) for number, length in enumerate(lengths)]
+    corpus = corpus_of(*parts, vocab_size=3, weights=weights)
     made = {"context": 4, "global_batch": 2000}
     whole = Sampler(corpus, **made)
     assert whole.num_windows == 12 + 1249 + 224
@@ -262,6 +265,6 @@ def test_a_mixture_draws_its_weights_exactly_and_resumes_anywhere() -> None:
     later.load_state_dict({**whole.state_dict(), "position": 8_000})
     assert torch.equal(later.next_batch()[0], rows[9_000:10_000])
     with pytest.raises(DataError, match="less than one of 10000 samples"):
-        Sampler(replace(corpus, shares=((50, 1e-9), (5900, 1.0))), **made)
+        Sampler(corpus_of(*parts, vocab_size=3, weights=(1e-9, 1.0, 1.0)), **made)
     with pytest.raises(DataError, match="4 training tokens"):
-        Sampler(replace(corpus, shares=((4, 0.5), (5946, 0.5))), **made)
+        Sampler(corpus_of(parts[0][:4], parts[1], vocab_size=3, weights=(0.5, 0.5)), **made)

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files and codecs: what is written is read, and what is damaged is refused by name."""
+"""Token files: what is written is read, what is damaged is refused by name; texts become tokens,
+once, and no byte is lost; what a run gets of them."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import multiprocessing
+import math
 import os
-import re
-import resource
-import select
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import zlib
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,433 +21,475 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.train import tokenise
-from shardwise.train import tokens as module
-from shardwise.train.cache import shared_cache
-from shardwise.train.codecs import (
-    FILE,
-    Bytes,
-    Pieces,
-    codec_named,
-    require,
-    saved_codec,
-    write_codec,
-)
-from shardwise.train.sources import load_corpus
-from shardwise.train.tokens import (
-    HEADER_BYTES,
-    MAGIC,
-    DataError,
+from shardwise.train.data import Corpus, load_corpus
+from shardwise.train.tokenise import (
     MissingExtraError,
-    TokenWriter,
+    Tokenizer,
+    byte_tokenizer,
+    find_texts,
+    held_out_files,
+    learned_size,
+    learned_tokenizer,
+    make_tokens,
+    open_tokenizer,
+    references_of,
+    require,
+)
+from shardwise.train.tokens import (
+    INFO,
+    TOKENIZER,
+    TOKENS,
+    DataError,
     open_tokens,
-    read_header,
+    read_info,
+    token_folder,
+    whole_folder,
     write_tokens,
 )
 
+SENTENCE = b"the quick brown fox jumps over the lazy dog.\n"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "shardwise" / "tokens"
+
 
 def written(tmp_path: Path, vocab_size: int = 300, count: int = 1000) -> Path:
-    path = tmp_path / "some.bin"
     tokens = np.random.default_rng(1).integers(0, vocab_size, count)
     tokens[5] = vocab_size - 1
-    write_tokens(path, tokens, vocab_size, num_bytes=3 * count)
-    return path
+    write_tokens(tmp_path / "made", tokens, vocab_size)
+    return tmp_path / "made"
 
 
-@pytest.mark.parametrize("vocab_size", [2, 1 << 16, (1 << 16) + 1, 1 << 32])
-def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
-    path = tmp_path / "tokens.bin"
-    header = write_tokens(path, tokens, vocab_size, num_bytes=77, tokenizer="bytes")
-    found, read = open_tokens(path)
-    assert isinstance(found, np.memmap)
-    assert np.array_equal(found, tokens) and read == header
-    assert found.dtype.itemsize == (2 if vocab_size <= 1 << 16 else 4)
-    assert (read.count, read.num_bytes, read.tokenizer) == (1000, 77, "bytes")
-    assert path.stat().st_size == HEADER_BYTES + 1000 * found.dtype.itemsize
-    assert [one.name for one in tmp_path.iterdir()] == ["tokens.bin"]
+def texts(folder: Path, count: int = 20) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number}.txt").write_bytes(SENTENCE * (number + 3))
+    return folder
 
 
-def test_parts_written_one_by_one_are_one_file(tmp_path: Path) -> None:
-    parts = [np.arange(10), np.arange(0), np.arange(7)]
-    whole = write_tokens(tmp_path / "whole.bin", np.concatenate(parts), 10)
-    assert write_tokens(tmp_path / "parts.bin", iter(parts), 10) == whole
-    assert (tmp_path / "parts.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    before = path.read_bytes()
-    with pytest.raises(DataError, match="token 1003 is 10, outside 0 to 9"):
-        write_tokens(path, iter([np.zeros(1000, int), np.array([1, 2, 3, 10])]), 10)
-    with pytest.raises(DataError, match="token 1 is -1"):
-        write_tokens(path, np.array([0, -1]), 10)
-    with pytest.raises(ValueError, match="vocab_size=0"):
-        write_tokens(path, np.array([0]), 0)
-    assert path.read_bytes() == before
-    assert [one.name for one in tmp_path.iterdir()] == ["some.bin"]
-
-
-def rewrite(path: Path, change: Callable[[bytearray], bytearray | bytes]) -> None:
-    path.write_bytes(change(bytearray(path.read_bytes())))
-
-
-def poke(at: int, value: bytes) -> Callable[[bytearray], bytearray]:
-    def change(data: bytearray) -> bytearray:
-        data[at : at + len(value)] = value
-        return data
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (poke(0, b"notmagic"), r"no token file .*notmagic.*shardwise data"),
-        (poke(8, b"\x09"), "format version 9, and this shardwise reads version 2: write it again"),
-        (poke(16, b"{]"), "damaged header"),
-        (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes, and it has 6095"),
-        (lambda data: data[:100], "damaged header|truncated"),
-        (lambda data: data[:3], "no token file"),
-        (lambda data: data + b"\0\0", "longer than its header says"),
-        (lambda data: b"", "no token file"),
-        (poke(HEADER_BYTES + 20, b"\x2c\x01"), "token 10 is 300, outside 0 to 299"),
-        (poke(HEADER_BYTES + 10, b"\x00\x00"), "other contents than were written"),
-    ],
-)
-def test_damage_is_named(
-    tmp_path: Path, change: Callable[[bytearray], bytearray], message: str
-) -> None:
-    path = written(tmp_path)
-    rewrite(path, change)
-    with pytest.raises(DataError, match=message) as caught:
-        open_tokens(path)
-    assert str(path) in str(caught.value)
-
-
-def rewrite_header(path: Path, text: bytes, version: int = 2) -> None:
-    """Another header, with a checksum of its own."""
-    start = MAGIC + version.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
-    start = start.ljust(HEADER_BYTES - 32)
-    digest = b" " * 32 if version == 1 else hashlib.sha256(start).digest()
-    rewrite(path, poke(0, start + digest))
-
-
-def header_values(path: Path) -> dict[str, object]:
-    length = int.from_bytes(path.read_bytes()[12:16], "little")
-    values: dict[str, object] = json.loads(path.read_bytes()[16 : 16 + length])
-    return values
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        *({"dtype": "int8"}, {"dtype": "uint32"}, {"dtype": []}, {"surprise": 1}),
-        *({"count": -1}, {"count": True}, {"count": 1000.0}, {"count": 10**30}, {"count": None}),
-        *({"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": 1 << 40}),
-        *({"num_bytes": -1}, {"num_bytes": "3"}, {"tokenizer": 5}),
-        *({"sha256": None}, {"sha256": "0"}, {"sha256": "G" * 64}),
-    ],
-)
-def test_a_header_of_other_types_is_damage(tmp_path: Path, field: dict[str, object]) -> None:
-    path = written(tmp_path)
-    rewrite_header(path, json.dumps(header_values(path) | field).encode())
-    with pytest.raises(DataError, match=r"damaged header|truncated") as caught:
-        read_header(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text", [b"[" * 4000, b"{}", b"[]", b"5", b"null", b'{"dtype": 1e999}', b"\xff\xfe", b""]
-)
-def test_a_header_that_is_something_else_is_damage(tmp_path: Path, text: bytes) -> None:
-    path = written(tmp_path)
-    rewrite_header(path, text)
-    with pytest.raises(DataError, match=r"some\.bin has a damaged header"):
-        open_tokens(path)
-
-
-@pytest.mark.parametrize("size", [*range(8, 33), 4063, 4064, 4095])
-def test_a_file_shorter_than_its_header_is_truncated(tmp_path: Path, size: int) -> None:
-    path = written(tmp_path)
-    rewrite(path, lambda data: data[:size])
-    with pytest.raises(DataError, match=rf"some\.bin is truncated: it has {size} bytes"):
-        open_tokens(path)
-
-
-def test_any_flipped_bit_of_a_header_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path, count=10)
-    monkeypatch.setattr(module, "CHECKED_BYTES", -1)  # as in a large file: no token is hashed
-    good = path.read_bytes()
-    assert read_header(path).count == 10
-    for at in range(HEADER_BYTES):
-        bits = range(8) if at < 280 or at >= HEADER_BYTES - 32 else (at % 8,) * (at % 9 == 0)
-        for bit in bits:
-            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
-            with pytest.raises(DataError, match=r"some\.bin"):
-                open_tokens(path)
-
-
-def test_files_of_another_version_are_refused_by_name(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    rewrite_header(path, json.dumps(header_values(path)).encode(), version=1)
-    with pytest.raises(DataError, match=r"some\.bin has format version 1.*write it again"):
-        open_tokens(path)
-
-
-def test_large_files_are_checked_at_their_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHECKED_BYTES", 100)
-    monkeypatch.setattr(module, "CHUNK", 10)
-    path = written(tmp_path)
-    rewrite(path, poke(HEADER_BYTES + 2 * 500, b"\xff\xff"))
-    open_tokens(path)  # the middle of a large file is not read
-    rewrite(path, poke(HEADER_BYTES + 2 * 999, b"\xff\xff"))
-    with pytest.raises(DataError, match="token 999 is 65535"):
-        open_tokens(path)
-
-
-# ------------------------------------------------------------------------------------------- codecs
-
-documents = st.lists(st.binary(max_size=30), min_size=1, max_size=5)
-
-
-def text_of(symbols: np.ndarray) -> list[bytes]:
+def text_of(codec: Tokenizer, tokens: Any) -> list[bytes]:
+    symbols = codec.symbols(tokens)
     parts = np.split(symbols, np.flatnonzero(symbols == 256) + 1)
     assert len(parts[-1]) == 0 and all(part[-1] == 256 for part in parts[:-1])
     return [part[:-1].astype(np.uint8).tobytes() for part in parts[:-1]]
 
 
-@given(documents)
-def test_bytes_come_back(texts: list[bytes]) -> None:
-    codec = Bytes()
-    tokens = codec.encode(texts)
-    assert tokens.dtype == np.uint16 and len(tokens) == sum(map(len, texts)) + len(texts)
-    assert text_of(codec.symbols(tokens)) == texts
+# ------------------------------------------------------------------------------ the files
 
 
-TRAINING = [b"the cat sat on the mat\n" * 20, b"def cat(self, mat):\n    return self.sat\n" * 20]
+@pytest.mark.parametrize("vocab_size", [2, 1 << 16, (1 << 16) + 1, 1 << 32])
+def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
+    folder = written(tmp_path, vocab_size)
+    tokens, info = open_tokens(folder)
+    assert isinstance(tokens, np.memmap) and tokens.max() == vocab_size - 1
+    assert (info.count, info.held_out_begins, info.vocab_size) == (1000, 950, vocab_size)
+    # The file is plain: numpy reads it without a word from us.
+    plain = np.fromfile(folder / TOKENS, "<u2" if vocab_size <= 1 << 16 else "<u4")
+    expected = np.random.default_rng(1).integers(0, vocab_size, 1000)
+    expected[5] = vocab_size - 1
+    assert np.array_equal(plain, tokens) and np.array_equal(tokens, expected)
+    for name in (folder, folder / TOKENS, folder / INFO):
+        assert token_folder(str(name)) == folder
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="token 0 is 300, outside 0 to 299"):
+        write_tokens(tmp_path / "made", np.full(9, 300), 300)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"dtype": "uint32"}, "dtype"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"count": 999}, "1000 bytes|has 2000 bytes"),
+        ({"count": -1}, "whole numbers"),
+        ({"count": 1e3}, "whole numbers"),
+        ({"held_out_begins": 1001}, "held_out_begins"),
+        ({"end_token": 300}, "end_token"),
+        ({"sha256": "x"}, "sha256"),
+        ({"sha256": "0" * 64}, "other contents"),
+        ({"token_bytes": [1, 2]}, "token_bytes"),
+        ({"unheard": 1}, "unheard"),
+    ],
+)
+def test_a_description_of_something_else_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = written(tmp_path)
+    values = json.loads((folder / INFO).read_bytes())
+    (folder / INFO).write_text(json.dumps(values | change))
+    with pytest.raises(DataError, match=words):
+        open_tokens(folder)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    whole = (folder / TOKENS).read_bytes()
+    (folder / TOKENS).write_bytes(whole[:-2])
+    with pytest.raises(DataError, match=r"tokens\.bin has 1998 bytes"):
+        open_tokens(folder)
+    (folder / TOKENS).write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    with pytest.raises(DataError, match="other contents"):
+        open_tokens(folder)
+    (folder / TOKENS).unlink()
+    with pytest.raises(DataError, match="missing"):
+        open_tokens(folder)
+    (folder / INFO).write_text("[")
+    with pytest.raises(DataError, match="cannot be used"):
+        open_tokens(folder)
+
+
+def test_files_without_a_description_are_refused_with_the_command(tmp_path: Path) -> None:
+    before, plain = tmp_path / "before.bin", tmp_path / "plain.bin"
+    before.write_bytes(b"shrdtoks" + bytes(5000))
+    plain.write_bytes(bytes(5000))
+    with pytest.raises(DataError, match=r"version before.*shardwise data"):
+        token_folder(before)
+    with pytest.raises(DataError, match=r"no tokens\.json.*shardwise data"):
+        load_corpus(str(plain))
+    assert token_folder(texts(tmp_path / "texts")) is None
+
+
+# ------------------------------------------------------------------------------ tokenizers
+
+
+def test_bytes_come_back() -> None:
+    codec = byte_tokenizer()
+
+    @given(st.lists(st.binary(max_size=40), max_size=5))
+    def check(documents: list[bytes]) -> None:
+        tokens = codec.encode(documents)
+        assert tokens.dtype == np.uint16
+        assert text_of(codec, tokens) == documents
+        assert codec.num_bytes(tokens) == sum(map(len, documents))
+
+    check()
+    assert codec.decode([104, 105, 256, 120]) == "hi\n\nx"
+    assert codec.decode([255, 104, 300]) == "\ufffdh" and codec.decode([]) == ""
 
 
 @pytest.fixture(scope="module")
-def byte_pairs() -> Pieces:
+def byte_pairs() -> Tokenizer:
     pytest.importorskip("tokenizers")
-    return Pieces.train(TRAINING, 300)
+    return learned_tokenizer([SENTENCE * 20, b"def cat(self, mat):\n    return self.sat\n"], 300)
 
 
-def test_byte_pairs_come_back(byte_pairs: Pieces, caplog: pytest.LogCaptureFixture) -> None:
-    byte_pairs.encode(TRAINING)
-    assert not caplog.records
+def test_byte_pairs_come_back(byte_pairs: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    found = byte_pairs.encode([SENTENCE * 9])
+    assert len(found) < 9 * len(SENTENCE) / 3, "pieces are longer than a byte"
+    assert text_of(byte_pairs, found) == [SENTENCE * 9] and not caplog.records
     byte_pairs.encode(["déjà vu".encode("latin-1")])
     assert r"text is not UTF-8 (b'd\xe9j\xe0 vu')" in caplog.text
 
     @settings(max_examples=50)
-    @given(documents)
-    def check(texts: list[bytes]) -> None:
-        tokens = byte_pairs.encode(texts)
+    @given(st.lists(st.binary(max_size=40), max_size=5))
+    def check(documents: list[bytes]) -> None:
+        tokens = byte_pairs.encode(documents)
         assert len(tokens) == 0 or tokens.max() < byte_pairs.vocab_size
         # What is not UTF-8 is read as U+FFFD; lengths are counted after that.
-        expected = [text.decode("utf-8", "replace").encode() for text in texts]
-        assert text_of(byte_pairs.symbols(tokens)) == expected
+        expected = [text.decode("utf-8", "replace").encode() for text in documents]
+        assert text_of(byte_pairs, tokens) == expected
+        assert byte_pairs.num_bytes(tokens) == sum(map(len, expected))
 
     check()
-    found = byte_pairs.encode(TRAINING)
-    assert len(found) < sum(map(len, TRAINING)) / 3, "pieces are longer than a byte"
-    assert text_of(byte_pairs.symbols(found)) == TRAINING
-    assert len(byte_pairs.symbols(np.empty(0, np.uint16))) == 0
-
-
-def test_byte_pairs_are_learned_the_same_way_each_time(byte_pairs: Pieces, tmp_path: Path) -> None:
-    names: list[str] = []  # this thread waits for the one that learns: Ctrl-C can interrupt it
-
-    def texts() -> Iterator[bytes]:
-        names.extend(thread.name for thread in threading.enumerate())
-        yield from TRAINING
-
-    again = Pieces.train(texts(), 300)
-    assert any("learn" in name for name in names)
-    assert again.tokenizer.to_str() == byte_pairs.tokenizer.to_str()
-    byte_pairs.save(tmp_path / "t.json")
-    loaded = Pieces.load(tmp_path / "t.json", 300)
-    assert np.array_equal(loaded.encode(TRAINING), byte_pairs.encode(TRAINING))
-    assert loaded.vocab_size == byte_pairs.vocab_size <= 300 and loaded.name == "bpe:300"
-
-
-def test_the_end_of_a_document_cannot_be_written_in_one(byte_pairs: Pieces) -> None:
     for text in (b"<|endoftext|>", b"<document>", b"[SEP]", b"\xc4\xa0"):
         tokens = byte_pairs.encode([text])
         assert np.count_nonzero(tokens == byte_pairs.end) == 1 and tokens[-1] == byte_pairs.end
 
 
-def test_codecs_are_named_and_missing_packages_explained() -> None:
-    assert codec_named("bytes") == ("bytes", 257) and codec_named("bpe:4096") == ("bpe", 4096)
-    for name in ("bpe", "bpe:", "bpe:x", "bytes:3", "words"):
-        with pytest.raises(
-            DataError, match=r"use bytes, bpe:SIZE .*, or the path of a tokenizer\.json"
-        ):
-            codec_named(name)
+def test_the_files_of_a_tokenizer_make_it_again(tmp_path: Path, byte_pairs: Tokenizer) -> None:
+    package = pytest.importorskip("tokenizers")
+    for number, codec in enumerate((byte_tokenizer(), byte_pairs)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, contents in codec.files.items():
+            (folder / name).write_bytes(contents)
+        for again in (open_tokenizer(folder), open_tokenizer(folder / TOKENIZER)):
+            assert (again.digest, again.end, again.vocab_size) == (
+                codec.digest,
+                codec.end,
+                codec.vocab_size,
+            )
+            assert np.array_equal(again.encode([SENTENCE]), codec.encode([SENTENCE]))
+        theirs = package.Tokenizer.from_file(str(folder / TOKENIZER))
+        text = "déjà vu,\n  x\t\0"
+        assert theirs.encode(text).ids == codec.encode([text.encode()])[:-1].tolist()
+        assert theirs.token_to_id("<|endoftext|>") == codec.end
+    (folder / "tokenizer_config.json").unlink()
+    assert open_tokenizer(folder).end == byte_pairs.end, "by its usual spelling"
+    (folder / TOKENIZER).write_text("{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_tokenizer(folder)
+
+
+def test_tokenizers_are_named_and_missing_packages_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert learned_size("bpe:4096") == 4096 and learned_size("bytes") is None
+    for name in ("bpe", "bpe:", "bpe:x", "bpe:256"):
+        with pytest.raises(DataError, match="at least 257 tokens"):
+            learned_size(name)
+    for name in ("bytes:3", "words", "none.json"):
+        with pytest.raises(DataError, match=r"use bytes, bpe:SIZE .*, or the path of"):
+            open_tokenizer(name)
     with pytest.raises(MissingExtraError, match=r"pip install 'shardwise\[extra\]'"):
         require("a_package_that_does_not_exist", "extra")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardwise\[data\]'"):
+        make_tokens(["hf:some/dataset"])
 
 
-def test_too_few_byte_pairs_are_refused() -> None:
+# ------------------------------------------------------------------------------ texts
+
+
+def test_text_is_made_once_and_every_byte_is_in_one_part(tmp_path: Path, cache: Path) -> None:
+    folder = texts(tmp_path / "texts")
+    corpus = load_corpus(str(folder))
+    (made,) = cache.iterdir()
+    before = (made / TOKENS).stat().st_mtime_ns
+    again = load_corpus(str(folder))
+    assert (made / TOKENS).stat().st_mtime_ns == before and again.sha256 == corpus.sha256
+    codec = byte_tokenizer()
+    found = [*text_of(codec, corpus.parts[0].tokens), *text_of(codec, corpus.held_out)]
+    assert sorted(found) == sorted(path.read_bytes() for path in folder.iterdir())
+    assert 0.02 < len(corpus.held_out) / sum(map(len, found)) < 0.1
+    os.rename(folder, tmp_path / "moved")
+    assert load_corpus(str(tmp_path / "moved")).sha256 == corpus.sha256
+    assert len([*cache.iterdir()]) == 1, "moved texts are the same texts"
+    (tmp_path / "moved" / "3.txt").write_bytes(SENTENCE * 7)  # another length
+    assert load_corpus(str(tmp_path / "moved")).sha256 != corpus.sha256
+    make_tokens([str(tmp_path / "moved")], held_out=0.2)
+    assert len([*cache.iterdir()]) == 3, "the part that is held out belongs to the key"
+    (made / TOKENS).write_bytes(b"")
+    with pytest.raises(DataError, match="copy or make it again"):
+        make_tokens([str(texts(tmp_path / "texts"))])
+
+
+def test_documents_are_held_out_whole_and_a_single_long_one_gives_its_end(tmp_path: Path) -> None:
+    found = find_texts([str(texts(tmp_path / "texts"))])
+    held = held_out_files(found, 0.1)
+    size = sum(text.size for text in found if text.name in held)
+    assert 0.05 <= size / sum(text.size for text in found) <= 0.125
+    more = find_texts([str(texts(tmp_path / "texts", 21))])
+    assert len(held & held_out_files(more, 0.1)) >= len(held) - 1, "more text: the same choice"
+    alone = tmp_path / "alone.txt"
+    alone.write_bytes(SENTENCE * 100)
+    corpus = load_corpus(str(alone))
+    whole = np.concatenate([corpus.parts[0].tokens, corpus.held_out])
+    assert text_of(byte_tokenizer(), whole) == [SENTENCE * 100]
+    assert len(corpus.held_out) == round(0.05 * len(whole))
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    found = {text.name: text for text in find_texts(["stdlib"])}
+    assert "stdlib/abc.py" in found and "stdlib/json/decoder.py" in found
+    assert not [name for name in found if "/test/" in name or "site-packages" in name]
+    assert 5e6 < sum(text.size for text in found.values()) < 2e7
+    more = {text.name for text in find_texts(["stdlib+torch"])}
+    assert {*found} < more and "torch/nn/modules/linear.py" in more
+
+
+def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "abc.pyc").write_bytes(b"x")
+    monkeypatch.setattr(tokenise.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="no readable sources"):
+        find_texts(["stdlib"])
+
+
+def test_files_folders_and_patterns(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "texts", 5)
+    (folder / "below").mkdir()
+    (folder / "below" / "5.txt").write_bytes(SENTENCE)
+    (folder / ".hidden").write_bytes(SENTENCE)
+    (folder / "empty.txt").write_bytes(b"")
+    names = [f"{n}.txt" for n in range(5)]
+    assert [text.name for text in find_texts([str(folder)])] == [*names, "below/5.txt"]
+    assert [text.name for text in find_texts([f"{folder}/*.txt"])] == names
+    assert len(find_texts([f"{folder}/**/*.txt"])) == 6
+    with pytest.raises(DataError, match="several of the sources"):
+        find_texts([str(folder), str(folder / "3.txt")])
+    for nothing in (tmp_path / "none", folder / "empty.txt", f"{folder}/*.md"):
+        with pytest.raises(DataError, match="names no data"):
+            find_texts([str(nothing)])
+    for data in (gzip.compress(SENTENCE), SENTENCE.decode().encode("utf-16"), b"a\0b"):
+        (folder / "x.txt").write_bytes(data)
+        with pytest.raises(DataError, match=r"x\.txt is no text in UTF-8"):
+            make_tokens([str(folder)])
+
+
+def test_rows_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"body": SENTENCE.decode() * (n + 1), "id": n} for n in range(60)]
+    lines = "".join(json.dumps(row) + "\n" for row in [*rows, {"body": ""}, {"body": None}])
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    package = ModuleType("datasets")
+    builder = SimpleNamespace(hash="abc", as_streaming_dataset=lambda split: rows)
+    package.load_dataset_builder = lambda name, config: builder  # type: ignore[attr-defined]
+    package.load_dataset = lambda kind, **given: rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    digests = set()
+    sources = ("a.jsonl", "b.jsonl.gz", "c.parquet", "hf:some/rows")
+    for source in sources:
+        place = source if source.startswith("hf:") else str(tmp_path / source)
+        out = tmp_path / f"of-{source.replace('/', '-')}"
+        folder = make_tokens([place], out, column="body", held_out=0.2)
+        tokens, info = open_tokens(folder)
+        found = text_of(byte_tokenizer(), tokens)
+        assert sorted(found) == sorted(row["body"].encode() for row in rows)
+        assert 0 < info.count - info.held_out_begins < 0.5 * info.count
+        digests.add(info.sha256)
+        assert make_tokens([place], out, column="body", held_out=0.2) == out, "made once"
+        with pytest.raises(DataError, match="holds something else"):
+            make_tokens([place], out, column="body", held_out=0.3)
+        with pytest.raises(DataError, match=r"no text under 'text' \(keys: body, id\)"):
+            make_tokens([place], column="text")
+        with pytest.raises(DataError, match=r"shardwise data .*--out"):
+            load_corpus(place)
+    assert len(digests) == 1, "the same rows in any container are the same tokens"
+    (tmp_path / "a.jsonl").write_text("{")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-9])
+    for source in sources[:2]:
+        with pytest.raises(DataError, match="cannot be read"):
+            make_tokens([str(tmp_path / source)], column="body")
+
+
+def test_copies_of_a_row_are_on_one_side(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{SENTENCE.decode()}{n % 30}"}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    tokens, info = open_tokens(make_tokens([str(tmp_path / "a.jsonl")], held_out=0.2))
+    train = {*text_of(byte_tokenizer(), tokens[: info.held_out_begins])}
+    held = {*text_of(byte_tokenizer(), tokens[info.held_out_begins :])}
+    assert held and train and not train & held and len(train | held) == 30
+
+
+def test_pieces_are_learned_from_what_is_trained_on(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match="bpe:100: 256 bytes"):
-        Pieces.train(TRAINING, 100)
-
-
-# ------------------------------------------------------------------------------ shardwise data
-
-
-def test_any_number_of_workers_makes_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenise, "PIECE", 100)  # many pieces: lines lie across their ends
-    rows = [f"row {number} " + "é" * (number % 70) for number in range(50)]
-    lines = "".join(json.dumps({"body": row}, ensure_ascii=False) + "\n" for row in rows)
-    (tmp_path / "a.jsonl").write_text(lines + "\n" + json.dumps({"body": ""}))
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"body": "zipped"}))
-    (tmp_path / "c.txt").write_text("plain\ntext")
-    work = tokenise.work_of([str(tmp_path)], "body")
-    assert len(work) > 20
-    texts = [text for piece in work for text in tokenise.texts_of(piece, "body")]
-    assert texts == [*(row.encode() for row in rows), b"zipped", b"plain\ntext"]
-    for workers, out in ((1, tmp_path / "one.bin"), (2, tmp_path / "two")):
-        path = tokenise.tokenise(
-            [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")],
-            out,
-            column="body",
-            workers=workers,
-        )
-        tokens, header = open_tokens(path)
-        assert np.array_equal(tokens, Bytes().encode(texts))
-        assert header.num_bytes == sum(map(len, texts)) and header.tokenizer == "bytes"
-    with pytest.raises(DataError, match=r"two exists already"):
-        tokenise.tokenise([str(tmp_path)], tmp_path / "two")
-    with pytest.raises(DataError, match="train --data hf:NAME reads datasets"):
-        tokenise.tokenise(["hf:x"], tmp_path / "three")
-    with pytest.raises(DataError, match="--column body has no effect on text files"):
-        tokenise.tokenise([str(tmp_path / "c.txt")], tmp_path / "four", column="body")
-    assert not (tmp_path / "four").exists()
-
-
-def test_caches_that_were_cleaned_or_damaged_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of earlier runs may be removed one by one, or rot; or a user has no home for it."""
-    pytest.importorskip("tokenizers")
-    (tmp_path / "text").write_bytes(b"the fox and the dog, " * 99)
-    options = {"spec": str(tmp_path / "text"), "tokenizer": "bpe:283"}
-    first = load_corpus(**options, cache=tmp_path / "first")
-    (left,) = shared_cache().glob("bpe-283-*")
-    damages: list[Callable[[], object]] = [
-        (left / "held_out.bin").unlink,
-        partial((left / FILE).write_bytes, Pieces.train([b"other text " * 9], 260).files()[FILE]),
-        partial((left / "train.bin").write_bytes, b""),
-        partial(monkeypatch.delenv, "XDG_CACHE_HOME"),
-    ]
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
-    for number, damage in enumerate(damages):
-        damage()
-        again = load_corpus(**options, cache=tmp_path / f"{number}")
-        assert np.array_equal(again.train, first.train)
-        assert again.codec is not None and first.codec is not None
-        assert again.codec.files() == first.codec.files()
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    text = tmp_path / "text"
-    text.write_bytes(b"the fox and the dog, " * 99)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # as on a full disk
-    try:
-        with pytest.raises(OSError, match="too large"):
-            write_codec(tmp_path, Bytes())
-        writer = TokenWriter(tmp_path / "tokens.bin", 257)
-        with pytest.raises(OSError, match="too large"):
-            writer.add(np.zeros(1 << 16, np.uint16))
-        writer.discard()
-        with pytest.raises(OSError, match=r"too large: .*bpe-281-"):
-            load_corpus(str(text), tokenizer="bpe:281", cache=tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == [text]
-    write_codec(tmp_path, Bytes())
-    assert isinstance(saved_codec(tmp_path), Bytes)
-
-
-class Watched(Bytes):
-    """Tells the worker that it encodes in, and whether that and its parent block SIGINT; then waits
-    for more signals than will come."""
-
-    def encode(self, documents: Sequence[bytes]) -> Any:
-        blocked = []
-        for pid in (os.getpid(), os.getppid()):
-            status = dict(re.findall(r"(\w+):\s+(\w+)", Path(f"/proc/{pid}/status").read_text()))
-            blocked.append(int(status["SigBlk"], 16) >> signal.SIGINT - 1 & 1)
-        Path(documents[0].decode()).write_text(json.dumps([os.getpid(), *blocked]))
-        while True:
-            signal.pause()
-
-
-def tokenise_and_wait(text: str) -> None:
-    work = tokenise.work_of([text], "text")
-    list(tokenise._encoded(work, 1, (Watched(), "text")))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_workers_end_with_their_parent_and_leave_interrupts_to_it(tmp_path: Path) -> None:
-    """One that Ctrl-C ended with a queue's lock in its hands let the command wait forever."""
-    os.mkfifo(told := tmp_path / "told")
-    (text := tmp_path / "a.txt").write_text(str(told))
-    parent = multiprocessing.get_context("fork").Process(
-        target=tokenise_and_wait, args=(str(text),)
+    folder = texts(tmp_path / "texts")
+    corpus = load_corpus(str(folder), tokenizer="bpe:300")
+    plain = load_corpus(str(folder))
+    codec = corpus.tokenizer()
+    assert codec is not None and corpus.vocab_size <= 300
+    for tokens, symbols in (
+        (corpus.parts[0].tokens, plain.parts[0].tokens),
+        (corpus.held_out, plain.held_out),
+    ):
+        assert np.array_equal(codec.symbols(tokens), symbols)
+    # A loss per byte of one is a loss per byte of the other.
+    scale = len(plain.held_out) / len(corpus.held_out)
+    assert corpus.bits_per_byte(scale, corpus.held_out) == pytest.approx(
+        plain.bits_per_byte(1.0, plain.held_out)
     )
-    parent.start()
-    pid, *blocked = json.loads(told.read_text())
-    worker = os.pidfd_open(pid)
-    parent.kill()
-    assert blocked == [1, 0] and select.select([worker], [], [], 60)[0], "its end can be read"
+    assert corpus.info.references == plain.info.references
+    (tmp_path / "few.txt").write_text("x")
+    with pytest.raises(DataError, match="too few"):
+        make_tokens([str(tmp_path / "few.txt")])
 
 
-def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
-    work = tokenise.work_of([str(tmp_path)], "text")[0]
-    with pytest.raises(DataError, match=r"a\.jsonl, byte 17: no text under 'text' \(keys: text\)"):
-        list(tokenise.texts_of(work, "text"))
-    for line in ("{oh\n", "[" * 100_000):
-        (tmp_path / "a.jsonl").write_text(line)
-        with pytest.raises(DataError, match="byte 0: this line is no JSON"):
-            list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
-    packed = gzip.compress(b'{"text": "fine"}\n' * 9)
-    plain = b'{"text": "not packed"}\n'
-    for damaged in (packed[:-4], packed[:15] + b"~~" + packed[17:], plain):
-        (tmp_path / "b.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"b\.jsonl\.gz cannot be read"):
-            list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[1], "text"))
-    (tmp_path / "b.jsonl.gz").unlink()
-    with pytest.raises(DataError, match=r"a\.jsonl is in .*name it once"):
-        tokenise.work_of([str(tmp_path / "a.jsonl")] * 2, "text")
-    with pytest.raises(DataError, match="'nothing' names no data"):
-        tokenise.work_of(["nothing"], "text")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "e.txt").touch()
-    with pytest.raises(DataError, match=r"no text in .*1 empty \(e.txt\)"):
-        tokenise.tokenise([str(tmp_path / "empty")], tmp_path / "e.bin", workers=1)
-    assert not (tmp_path / "e.bin").exists()
+def test_two_writers_of_one_folder_leave_one_whole(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    before = (folder / TOKENS).read_bytes()
+    with whole_folder(folder) as partial:
+        (partial / TOKENS).write_bytes(b"another")
+    assert (folder / TOKENS).read_bytes() == before and len([*tmp_path.iterdir()]) == 1
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "next") as partial:
+        raise KeyboardInterrupt
+    assert not (tmp_path / "next").exists() and len([*tmp_path.iterdir()]) == 1
 
 
-def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
-    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    rows = ["one", None, "three", "vier"]
-    parquet.write_table(arrow.table({"body": rows}), tmp_path / "a.parquet", row_group_size=2)
-    work = tokenise.work_of([str(tmp_path)], "body")
-    assert len(work) == 2
-    found = [text for piece in work for text in tokenise.texts_of(piece, "body")]
-    assert found == [b"one", b"three", b"vier"]
-    with pytest.raises(DataError, match=r"has no column 'text' \(columns: body\)"):
-        tokenise.work_of([str(tmp_path)], "text")
+# ------------------------------------------------------------------------------ corpora
+
+
+def test_a_blend_has_weights_and_one_tokenizer(tmp_path: Path) -> None:
+    for name, size, value in (("a", 2000, 1), ("b", 8000, 2)):
+        write_tokens(tmp_path / name, np.full(size, value), 9, token_bytes=[0, 1, 3, *[1] * 6])
+    spec = f"{tmp_path}/a:3,{tmp_path}/b:1"
+    corpus = load_corpus(spec)
+    assert [part.weight for part in corpus.parts] == [0.75, 0.25]
+    assert [len(part.tokens) for part in corpus.parts] == [1900, 7600]
+    held = np.bincount(corpus.held_out)
+    assert held[1:].tolist() == [100, 33], "the loss of the mixture"
+    assert corpus.train_rate == pytest.approx(0.75 * 1 + 0.25 * 3)
+    assert corpus.bits_per_byte(math.log(2), corpus.held_out) == pytest.approx(133 / (100 + 99))
+    plain = load_corpus(f"{tmp_path}/a,{tmp_path}/b")
+    assert [part.weight for part in plain.parts] == [0.2, 0.8] and plain.sha256 != corpus.sha256
+    scored = load_corpus(f"{tmp_path}/a", eval_data=f"{tmp_path}/b")
+    assert len(scored.held_out) == 8000 and (scored.held_out == 2).all()
+    assert len(scored.parts[0].tokens) == 1900
+    for spec, words in (
+        (f"{tmp_path}/a:1,{tmp_path}/b", "positive weight"),
+        (f"{tmp_path}/a:0,{tmp_path}/b:1", "positive weight"),
+        (f"{tmp_path}/a,{tmp_path}/a", "twice"),
+        (f"{tmp_path}/a,", "empty source"),
+    ):
+        with pytest.raises(DataError, match=words):
+            load_corpus(spec)
+    write_tokens(tmp_path / "c", np.full(2000, 1), 10)
+    with pytest.raises(DataError, match="another tokenizer"):
+        load_corpus(f"{tmp_path}/a,{tmp_path}/c")
+    with pytest.raises(DataError, match="another tokenizer"):
+        load_corpus(f"{tmp_path}/a", eval_data=f"{tmp_path}/c")
+
+
+def test_tokens_of_unknown_text_have_bits_per_token(tmp_path: Path) -> None:
+    corpus: Corpus = load_corpus(str(written(tmp_path)))
+    assert (corpus.unit, corpus.field, corpus.folder) == ("bits/token", "bits_per_token", None)
+    assert corpus.bits_per_byte(math.log(2), corpus.held_out) == pytest.approx(1.0)
+    assert corpus.tokenizer() is None and corpus.info.end_token is None
+    write_tokens(tmp_path / "few", np.ones(3, int), 9)
+    with pytest.raises(DataError, match="at least 2 are needed"):
+        load_corpus(str(tmp_path / "few"))
+
+
+def test_another_tokenizer_beside_tokens_is_refused(tmp_path: Path) -> None:
+    folder = make_tokens([str(texts(tmp_path / "texts"))], tmp_path / "made")
+    assert load_corpus(str(folder)).tokenizer() is not None
+    (folder / TOKENIZER).write_text("{}")
+    with pytest.raises(DataError, match="not the tokenizer of the tokens"):
+        load_corpus(str(folder))
+    (folder / TOKENIZER).unlink()
+    assert load_corpus(str(folder)).tokenizer() is None
+
+
+def slow_bits(train: bytes, held: bytes) -> tuple[float, float]:
+    """Unigram and bigram scores, one symbol at a time, by definition."""
+    symbols = [*train, 256]
+    tested = [*held, 256]
+    after: dict[int, dict[int, int]] = {}
+    for a, b in pairwise(symbols):
+        after.setdefault(a, {})[b] = after.get(a, {}).get(b, 0) + 1
+    counts = [1.0] * 257
+    for b in symbols[1:]:
+        counts[b] += 1
+    single = [count / sum(counts) for count in counts]
+    unigram = bigram = 0.0
+    for a, b in pairwise(tested):
+        row = after.get(a, {})
+        unigram -= math.log2(single[b])
+        bigram -= math.log2((row.get(b, 0) + single[b]) / (sum(row.values()) + 1))
+    return unigram / len(held), bigram / len(held)
+
+
+def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenise, "CHUNK", 50)  # pairs across chunks count
+    train, held = SENTENCE * 3 + b"some more", b"the dog jumps over a fox" * 5
+    codec = byte_tokenizer()
+    found = references_of(codec, codec.encode([train]), codec.encode([held]))
+    assert (found["unigram"], found["bigram"]) == pytest.approx(slow_bits(train, held))
+    assert found["zlib"] == 8 * len(zlib.compress(held, 9)) / len(held)
+
+
+def test_the_description_says_what_bits_per_byte_needs(tmp_path: Path) -> None:
+    folder = make_tokens([str(texts(tmp_path / "texts"))], tmp_path / "made")
+    tokens, info = open_tokens(folder)
+    assert read_info(folder) == info and info.end_token == 256
+    ends = np.count_nonzero(tokens == 256)
+    assert info.train_bytes is not None and info.held_out_bytes is not None
+    assert info.train_bytes + info.held_out_bytes + ends == info.count
+    assert info.token_bytes == [1] * 256 + [0]

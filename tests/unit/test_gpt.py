@@ -26,8 +26,6 @@ from shardwise.models.layers import (
     stretch,
 )
 from shardwise.moe import MixtureOfExperts
-from shardwise.train.config import TrainConfig
-from shardwise.train.own_model import add_lora, flops_per_token
 
 SMALL = GPTConfig(vocab_size=33, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, context=12)
 EXPERTS = replace(SMALL, num_experts=4, experts_per_token=2, expert_hidden_dim=16)
@@ -151,16 +149,6 @@ def test_flops_are_those_that_torch_counts(config: GPTConfig) -> None:
     assert config.flops_per_token(1) == config.flops_per_token() - 3 * 2 * heads * (
         config.context - 1
     )
-    if config.num_experts:
-        return
-    add_lora(model, 2, 4.0)  # frozen weights have no gradients
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, targets).backward()
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(n for op, n in counts.items() if "attention" not in str(op))
-    run = TrainConfig(model=config, lora_rank=2)
-    expected = tokens.numel() * (flops_per_token(run, model.parameters()) - attention)
-    assert 0.85 < products / expected <= 1, "but for the input of the first block"
 
 
 def test_default_model_has_the_size_of_the_default_recipe() -> None:

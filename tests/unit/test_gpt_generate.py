@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.models.gpt import GPT, GPTConfig, _likeliest, generate
+from shardwise.models.gpt import GPT, GPTConfig, generate
 from tests.models import mesh_of
 from tests.ranks import on_ranks
-from tests.unit.test_gpt import EXPERTS, SMALL, VARIANTS, make, words
+from tests.unit.test_gpt import EXPERTS, SMALL, make, words
 
 
 def test_generate_repeats_what_was_learned_and_itself() -> None:
@@ -28,45 +28,28 @@ def test_generate_repeats_what_was_learned_and_itself() -> None:
         loss.backward()
         optimizer.step()
     start = pattern[None, :2]
-    found = generate(model, start, 14, temperature=0.0)  # past the context: the window moves on
+    found = generate(
+        model, start, 14, context=8, temperature=0.0
+    )  # past the context: the window moves on
     assert found[0, :8].tolist() == list(range(8)) and found.shape == (1, 16)
     assert model.training
     draws = [
-        generate(model, start, 10, temperature=3.0, generator=torch.Generator().manual_seed(seed))
+        generate(
+            model,
+            start,
+            10,
+            context=8,
+            temperature=3.0,
+            generator=torch.Generator().manual_seed(seed),
+        )
         for seed in (1, 1, 2)
     ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     answers = iter([False, False, True])
     assert torch.equal(
-        generate(model, start, 14, temperature=0.0, until=lambda: next(answers)), found[:, :5]
+        generate(model, start, 14, context=8, temperature=0.0, until=lambda: next(answers)),
+        found[:, :5],
     )
-    with pytest.raises(ValueError, match="temperature=-1"):
-        generate(model, start, 1, temperature=-1)
-    with pytest.raises(ValueError, match="at least one token"):
-        generate(model, start[:, :0], 1)
-
-
-@pytest.mark.parametrize("name", ["dense", "tied", "shared expert, first layer dense"])
-def test_kept_keys_and_values_change_no_logits(name: str) -> None:
-    """Tokens one by one and several at once, with documents apart; and the same text is drawn."""
-    model = make(VARIANTS[name]).eval()
-    model.document_end = 5
-    tokens, _ = words(model.config)
-    tokens[0, 3], tokens[1, :2], tokens[2] = 5, 5, 1
-    for end in (5, None):
-        model.document_end = end
-        held, found = model.empty_cache(), []
-        for upto in (4, 5, 6, 9, 12):
-            found.append(model(tokens[:, :upto], held=held))
-        assert torch.allclose(torch.cat(found, 1), model(tokens), atol=1e-5)
-    with pytest.raises(ValueError, match="targets with held"):
-        model(tokens, tokens, held=model.empty_cache())
-    drawn = generate(model, tokens[:, :3], 12, temperature=0.0)  # past the context
-    calls: list[int] = []
-    model.register_forward_pre_hook(lambda module, args: calls.append(1))
-    model.empty_cache = lambda: None  # type: ignore[method-assign]
-    assert torch.equal(generate(model, tokens[:, :3], 12, temperature=0.0), drawn)
-    assert len(calls) == 12
 
 
 # ---------------------------------------------------------------------------------------- wrapped
@@ -108,20 +91,8 @@ def test_wrapped_model_computes_the_same(rank: int, world_size: int, config: GPT
             torch.optim.SGD(one.parameters(), lr=0.1).step()
             one.zero_grad()
         assert step or reference > 0
-    text = generate(model, tokens[:1, :3], 6, temperature=0.0)
-    assert torch.equal(text, generate(plain, tokens[:1, :3], 6, temperature=0.0))
-
-
-def test_draws_come_from_the_likeliest_tokens() -> None:
-    chances = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    assert _likeliest(chances, None, None) is chances
-    assert _likeliest(chances, 2, None).tolist() == torch.tensor([[0, 0.4, 0, 0.3]]).tolist()
-    assert (_likeliest(chances, None, 0.4) > 0).tolist() == [[False, True, False, False]]
-    assert (_likeliest(chances, None, 0.65) > 0).tolist() == [[False, True, False, True]]
-    assert (_likeliest(chances, 1, 1.0) > 0).tolist() == [[False, True, False, False]]
-    model, prompt = make(SMALL), torch.tensor([[1, 2]])
-    likeliest = generate(model, prompt, 5, temperature=0)
-    assert torch.equal(generate(model, prompt, 5, top_k=1), likeliest)
-    assert torch.equal(generate(model, prompt, 5, top_p=1e-6), likeliest)
-    with pytest.raises(ValueError, match="top_k=0 must be 1 or more"):
-        generate(model, prompt, 1, top_k=0)
+    drawn = [
+        generate(one, tokens[:1, :3], 6, context=config.context, temperature=0.0)
+        for one in (model, plain)
+    ]
+    assert torch.equal(*drawn)

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ from shardwise.moe import mixtures_of
 from shardwise.report.activations import WORKSPACE, Follower
 from shardwise.report.plan import Plan, plan
 from shardwise.report.suggest import largest
-from shardwise.train.tokens import write_tokens
 from shardwise.words import count_text
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
@@ -204,17 +202,11 @@ def build(config):
 def own():
     return TrainConfig(module=__file__ + ":build")
 
-def low():
-    return TrainConfig(model=SMALL, lora_rank=2)
-
 def groups():
     return TrainConfig(model=SMALL, strategy="hsdp", replicas=4)
 
-def kept():
-    return TrainConfig(model=SMALL, keep_weights="on")
-
-def tokens():
-    return TrainConfig(model=SMALL, data=__file__.replace("mine.py", "t.bin"))
+def pieces():
+    return TrainConfig(model=SMALL, tokenizer="bpe:900")
 """
 
 
@@ -222,14 +214,11 @@ def test_a_recipe_is_planned_as_it_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(RECIPES)
-    write_tokens(tmp_path / "t.bin", np.zeros(9, int), 900)
     small = GPTConfig(dim=32, num_layers=2, num_heads=2, context=32, vocab_size=900)
     for recipe, words in {
         "own": "4.37K parameters, zero3",
-        "low": ".lora_a",
         "groups": "hsdp over dp_outer=4 x dp=2",
-        "kept": "zero2 over dp=8",
-        "tokens": f"{count_text(small.num_parameters)} parameters",
+        "pieces": f"{count_text(small.num_parameters)} parameters",
     }.items():
         assert run(["plan", f"{tmp_path}/mine.py:{recipe}"]) == 0
         assert words in (said := capsys.readouterr().out), said

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.core import mesh, rehearsal
-from shardwise.train import world
+from shardwise.train import launch
 from tests.ranks import run_ranks
 from tests.train_runs import free_port
 
@@ -77,7 +77,7 @@ def test_nothing_is_set_where_every_rank_has_a_gpu(gpus: list[str] | None) -> No
 
 
 def joined_by_the_trainer() -> None:
-    joined = world.join(30.0)
+    joined = launch.join(30.0)
     assert (joined.device, joined.ranks_per_gpu) == (torch.device("cuda", 0), 4)
 
 

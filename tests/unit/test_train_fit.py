@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from shardwise.report.suggest import largest
 from shardwise.train import fit
 from shardwise.train.build import named_precision, with_vocabulary
 from shardwise.train.config import TrainConfig
+from shardwise.train.launch import World
 from shardwise.train.recipes import RECIPES
-from shardwise.train.world import World
 
 MODEL = GPTConfig(
     dim=256, num_layers=2, num_heads=4, context=1024, vocab_size=1024, recompute="auto"
@@ -35,7 +37,12 @@ def fitted(
     monkeypatch: pytest.MonkeyPatch, memory: float, config: TrainConfig = CONFIG
 ) -> TrainConfig:
     monkeypatch.setattr(fit, "free_memory", lambda world: math.floor(memory))
-    made, line = fit.fit(config, PRECISION, world())
+    made, record, line = fit.fit(config, PRECISION, world())
+    assert line is not None and record is not None
+    assert (record["microbatches"], record["recompute"]) == (
+        made.microbatches,
+        made.model.recompute,
+    )
     assert line is not None and made.microbatches != "auto" and made.model.recompute != "auto"
     assert f"{made.microbatches} microbatches of {made.share(1)} x 1024" in line
     return made
@@ -47,8 +54,10 @@ PRECISION = named_precision("bf16", experts=False)
 @pytest.fixture(autouse=True)
 def the_same_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "bytes_held", bytes_held)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: CARD)
 
 
+CARD = SimpleNamespace(name="a card", total_memory=1 << 34)
 bytes_held = functools.cache(fit.bytes_held)
 
 
@@ -89,30 +98,43 @@ def test_what_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, recompute="none"))
     made = fitted(monkeypatch, held(CONFIG, "none", 4), keep)
     assert (made.microbatches, made.model.recompute) == (8, "none")
-    both = dataclasses.replace(keep, microbatches=8, keep_weights="off")
-    assert fit.fit(both, PRECISION, world()) == (both, None)
+    both = dataclasses.replace(keep, microbatches=8)
+    assert fit.fit(both, PRECISION, world()) == (both, None, None)
 
 
-def test_one_rank_keeps_the_weights_it_computes_with_where_they_fit(
+def test_a_resumed_run_sums_in_the_same_order_on_the_same_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    memory = held(CONFIG, "none", 8)
+    monkeypatch.setattr(fit, "free_memory", lambda world: memory)
+    first, record, _ = fit.fit(CONFIG, PRECISION, world())
+    record = json.loads(json.dumps(record))  # as a checkpoint keeps it
+    monkeypatch.setattr(fit, "free_memory", lambda world: 4 * memory)  # a neighbour has ended
+    again, kept, line = fit.fit(CONFIG, PRECISION, world(), record)
+    assert again == first and kept == record and line is not None and "as before" in line
+    assert fit.fit(CONFIG, PRECISION, world())[0] != first, "else nothing is seen here"
+    other_batch = dataclasses.replace(CONFIG, batch=64)
+    for config, ranks in ((CONFIG, 2), (other_batch, 1)):
+        made, anew, _ = fit.fit(config, PRECISION, world(size=ranks), record)
+        assert anew is not None and anew["settings"] != record["settings"]
+        assert made == fit.fit(config, PRECISION, world(size=ranks))[0]
+    for change in ({"name": "another card"}, {"total_memory": 1 << 35}):
+        card = SimpleNamespace(**vars(CARD) | change)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert fit.fit(CONFIG, PRECISION, world(), record)[0] != first
+
+
+def test_one_rank_of_a_gpu_keeps_the_weights_it_computes_with() -> None:
     """Under zero3 a rank that is alone would cast them anew for each use."""
-    config = dataclasses.replace(CONFIG, microbatches=8)
-    kept = dataclasses.replace(config, keep_weights="on")
-    assert kept.placements == STRATEGIES["zero2"] and config.placements == STRATEGIES["zero3"]
-    released, more = held(config, "none", 4), held(kept, "none", 4)
-    assert released < more
-    assert fitted(monkeypatch, more, config).keep_weights == "on"
-    assert fitted(monkeypatch, more - 1, config).keep_weights == "off"
-    given = dataclasses.replace(config, model=dataclasses.replace(MODEL, recompute="none"))
-    monkeypatch.setattr(fit, "free_memory", lambda world: more)
-    assert fit.fit(given, PRECISION, world())[0].keep_weights == "on"  # nothing else was asked
-    assert fit.fit(given, PRECISION, world(size=2))[0].keep_weights == "off"  # two ranks gather
+    assert fit.placements_of(CONFIG, world()) == STRATEGIES["zero2"]
+    assert fit.placements_of(CONFIG, world(size=2)) == STRATEGIES["zero3"]
+    assert fit.placements_of(CONFIG, world("cpu")) == STRATEGIES["zero3"]
 
 
 def test_a_cpu_computes_a_batch_whole() -> None:
-    on_cpu, line = fit.fit(CONFIG, PRECISION, world("cpu"))
-    assert (on_cpu.microbatches, on_cpu.model.recompute, line) == (1, "none", None)
+    on_cpu, record, line = fit.fit(CONFIG, PRECISION, world("cpu"))
+    assert (on_cpu.microbatches, on_cpu.model.recompute) == (1, "none")
+    assert record is None and line is None
 
 
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers: the windows of tokens that a rank reads, in the same order for any number of ranks.
+"""Data: the tokens of a run, and the order in which its ranks read them.
 
-The tokens are cut into windows of ``context`` tokens. An epoch is a permutation of the windows. It
-is computed for each index, so it needs no memory, however large the data are. Samples are counted
-over all ranks. A step takes the next ``global_batch`` samples and divides them over the ranks:
+    --data                     FOLDER                a token folder, mapped
+                               A:0.7,B:0.3           several, drawn in these proportions
+                               A,B                   several, in proportion to their tokens
+                               stdlib, texts/*.txt   text: tokens are made first, once
+
+The tokens to train on are cut into windows of ``context`` tokens. An epoch is a permutation of the
+windows. It is computed for each index, so it needs no memory, however large the data are. Samples
+are counted over all ranks. A step takes the next ``global_batch`` samples and divides them over the
+ranks:
 
     sample     0  1  2  3  4  5  6  7 | 8  9 10 11 ...      a checkpoint saves this number alone
     window    17  3 40  8 22  0 31  5 | ...                 permutation of the epoch
@@ -11,16 +17,18 @@ over all ranks. A step takes the next ``global_batch`` samples and divides them 
     4 ranks   |- 0-|- 1-|- 2-|- 3-|                         the same 8 windows
 
 A run that is resumed with another number of ranks, or another batch, continues at the same sample:
-no sample is drawn twice or left out.
-
-Several sources with weights are stretches of the tokens. Each source gets its share of every
-``PERIOD`` samples, at places that a permutation of the period chooses, and counts its own samples.
+no sample is drawn twice or left out. Of several sources each gets its share of every ``PERIOD``
+samples, at places that a permutation of the period chooses, and counts its own samples.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +37,187 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.models.loss import IGNORED
-from shardwise.train.corpus import Corpus
-from shardwise.train.tokens import DataError, Tokens, check_range
+from shardwise.train.tokenise import Tokenizer, make_tokens, open_tokenizer
+from shardwise.train.tokens import (
+    TOKENIZER,
+    DataError,
+    TokenInfo,
+    Tokens,
+    check_range,
+    open_tokens,
+    token_folder,
+)
 
 PERIOD = 10_000  # samples in which every source gets exactly its share: weights have four digits
 _STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one source to train on, and the fraction of all samples drawn there."""
+
+    tokens: Tokens
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out."""
+
+    name: str  # the data as the user named them
+    parts: tuple[Part, ...]
+    held_out: Tokens
+    info: TokenInfo  # of the first source: vocabulary, end token, bytes of each token
+    sha256: str  # equal digests mean equal data
+    folder: Path | None = None  # of the tokenizer; None: unknown
+    train_rate: float | None = None  # mean bytes of a token to train on; None: unknown
+    token_bytes: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_bytes", np.array(self.info.token_bytes, np.int64))
+        for what, tokens in (("train on", self.parts[0].tokens), ("score", self.held_out)):
+            if len(tokens) < 2:
+                raise DataError(
+                    f"{self.name!r} leaves {len(tokens)} tokens to {what}, and at least 2 are "
+                    f"needed, one to read and one to predict: give more text"
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens to train on."""
+        return sum(len(part.tokens) for part in self.parts)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.folder is None else open_tokenizer(self.folder)
+
+    def bits_per_byte(self, loss: float, scored: Tokens | None = None) -> float:
+        """A loss in nats per token as bits per byte, or bits per token if bytes are unknown (see
+        ``unit``): of the tokens that were scored, or by the mean of the training text."""
+        rate = self.train_rate
+        if scored is not None and len(self.token_bytes):
+            rate = float(self.token_bytes[scored].mean())
+        return loss / math.log(2) / (rate or 1.0)
+
+    @property
+    def unit(self) -> str:
+        return "bits/token" if self.train_rate is None else "bits/byte"
+
+    @property
+    def field(self) -> str:
+        """The name of ``bits_per_byte`` in events: "bits_per_token" if bytes are unknown."""
+        return self.unit.replace("/", "_per_")
+
+
+def sources_of(spec: str) -> dict[str, float | None]:
+    """The sources in ``spec``, each with its weight; ``None`` without weights."""
+    if Path(spec).expanduser().exists():
+        return {spec: None}
+    sources: dict[str, float | None] = {}
+    for word in spec.split(","):
+        name, colon, last = word.strip().rpartition(":")
+        try:
+            weight = float(last) if colon and not Path(word).expanduser().exists() else None
+        except ValueError:
+            weight = None
+        sources[word.strip() if weight is None else name] = weight
+    weights = list(sources.values())
+    given = [weight for weight in weights if weight is not None]
+    if "" in sources or len(sources) < spec.count(",") + 1:
+        raise DataError(f"{spec!r} names a source twice, or an empty source: give each once")
+    if given and (len(given) < len(weights) or not all(0 < w < math.inf for w in given)):
+        raise DataError(
+            f"{spec!r}: give every source a positive weight, as in a:0.7,b:0.3, or none"
+        )
+    return sources
+
+
+def folder_of(source: str, tokenizer: str) -> Path:
+    """The token folder of a source; of text it is made, once."""
+    if (folder := token_folder(source)) is not None:
+        return folder
+    if source.startswith("hf:") or source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        raise DataError(
+            f"{source!r} holds rows: make tokens of them with shardwise data {source} --out "
+            f"FOLDER --tokenizer {tokenizer}, and train with --data FOLDER"
+        )
+    return make_tokens([source], tokenizer=tokenizer)
+
+
+def load_corpus(spec: str, *, tokenizer: str = "bytes", eval_data: str | None = None) -> Corpus:
+    """Open the data of a run. Every rank gets the same corpus, without communication.
+
+    Args:
+        spec: see the docstring of this module.
+        tokenizer: for text: ``bytes``, ``bpe:SIZE`` or the path of a pretrained tokenizer.
+        eval_data: a source whose tokens are scored instead of the held-out tokens of ``spec``.
+    """
+    sources = sources_of(spec)
+    folders = [folder_of(source, tokenizer) for source in sources]
+    opened = [open_tokens(folder) for folder in folders]
+    infos = [info for _, info in opened]
+    if eval_data is not None:
+        scored, info = open_tokens(folder_of(eval_data, tokenizer))
+        infos.append(info)
+    for name, info in zip([*sources, eval_data], infos, strict=False):
+        if (info.vocab_size, info.tokenizer) != (infos[0].vocab_size, infos[0].tokenizer):
+            raise DataError(
+                f"{name!r} has another tokenizer (vocabulary {info.vocab_size}) than "
+                f"{next(iter(sources))!r} (vocabulary {infos[0].vocab_size}): make both with one"
+            )
+    infos, first = infos[: len(opened)], infos[0]
+    sizes = [info.held_out_begins for info in infos]
+    weights = [
+        float(size) if w is None else w for w, size in zip(sources.values(), sizes, strict=True)
+    ]
+    weights = [weight / sum(weights) for weight in weights] if sum(weights) else weights
+    parts = [
+        Part(tokens[:size], w) for (tokens, _), size, w in zip(opened, sizes, weights, strict=True)
+    ]
+    if eval_data is None:
+        held = [tokens[size:] for (tokens, _), size in zip(opened, sizes, strict=True)]
+        scored = held[0]
+        if len(held) > 1:  # in the proportions of the weights: the loss is that of the mixture
+            most = min(len(tokens) / w for tokens, w in zip(held, weights, strict=True))
+            scored = np.concatenate(
+                [tokens[: max(2, int(w * most))] for tokens, w in zip(held, weights, strict=True)]
+            )
+    rates = [
+        w * info.train_bytes / max(1, size)
+        for w, info, size in zip(weights, infos, sizes, strict=True)
+        if info.train_bytes is not None
+    ]
+    words = [f"{info.sha256}:{w}" for info, w in zip(infos, weights, strict=True)]
+    return Corpus(
+        name=spec,
+        parts=tuple(parts),
+        held_out=scored,
+        info=first,
+        sha256=first.sha256
+        if len(words) == 1
+        else hashlib.sha256("\n".join(words).encode()).hexdigest(),
+        folder=_tokenizer_folder(folders[0], first),
+        train_rate=sum(rates) if len(rates) == len(infos) else None,
+    )
+
+
+def _tokenizer_folder(folder: Path, info: TokenInfo) -> Path | None:
+    """The folder, if the tokenizer there is the one that made the tokens."""
+    file = folder / TOKENIZER
+    if info.tokenizer is None or not file.is_file():
+        return None
+    if hashlib.sha256(file.read_bytes()).hexdigest() != info.tokenizer:
+        raise DataError(
+            f"{file} is not the tokenizer of the tokens beside it: put that tokenizer there, or "
+            f"make the tokens again"
+        )
+    return folder
+
+
+# ------------------------------------------------------------------------------ samples
 
 
 class Sampler:
@@ -54,43 +238,37 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        lengths = [length for length, _ in corpus.shares] or [len(corpus.train)]
-        if min(lengths) < context + 1:
+        shortest = min(len(part.tokens) for part in corpus.parts)
+        if shortest < context + 1:
             raise DataError(
-                f"{min(lengths)} training tokens do not fill a window of context={context} and the "
+                f"{shortest} training tokens do not fill a window of context={context} and the "
                 f"token after it: give more text or shorten the context"
             )
         self.corpus, self.context, self.global_batch = corpus, context, global_batch
         self.rank, self.world_size = rank, world_size
         self.fingerprint = corpus.sha256
-        # For each stretch: windows, first window, first token, samples of each period.
-        self._counts = np.array([(length - 1) // context for length in lengths])
+        # For each source: windows, first window, samples of each period.
+        self._counts = np.array([(len(part.tokens) - 1) // context for part in corpus.parts])
         self._firsts = self._counts.cumsum() - self._counts
-        self._begins = np.cumsum(lengths) - lengths
-        self._parts = divide(PERIOD, [weight for _, weight in corpus.shares] or [1.0])
+        self._shares = divide(PERIOD, [part.weight for part in corpus.parts])
         self.num_windows = int(self._counts.sum())
         self.seed = seed
         self.position = 0  # samples drawn so far by all ranks together
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next sample."""
-        return self.position // self.num_windows
-
-    def described(self, steps: int) -> str:
-        """The number of tokens, and how often a run of this number of steps draws each token, for
-        each source with a weight."""
-        corpus = self.corpus
-        text = f"{len(corpus.train) / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out"
-        if corpus.volumes is not None:  # the number of rows in a stream is unknown
-            return text
-        times = steps * self.global_batch * self._parts / PERIOD / self._counts
-        return f"{text}, drawn {' / '.join(f'{number:.2g}' for number in times)} times"
-
-    @property
     def batch_size(self) -> int:
         """The number of windows of one step on this rank."""
         return self.global_batch // self.world_size
+
+    def described(self, steps: int) -> str:
+        """The number of tokens, and how often a run of this number of steps draws each token, for
+        each source."""
+        corpus = self.corpus
+        times = steps * self.global_batch * self._shares / PERIOD / self._counts
+        return (
+            f"{corpus.num_tokens / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out, "
+            f"drawn {' / '.join(f'{number:.2g}' for number in times)} times"
+        )
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next step's tokens and targets, both [batch_size, context]; advances the position."""
@@ -101,25 +279,17 @@ class Sampler:
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
         """This rank's share of the step that begins at sample ``position``."""
         windows = self.windows(position)
-        stretch = np.searchsorted(self._firsts, windows, side="right") - 1
-        begins = self._begins[stretch] + (windows - self._firsts[stretch]) * self.context
-        at = begins[:, None] + np.arange(self.context + 1)  # [batch, context + 1]
-        rows = self._rows(position, at)
-        if rows.max() >= self.corpus.vocab_size:
-            for row, first in zip(rows, at[:, 0], strict=True):
-                check_range(row, self.corpus.vocab_size, "the training tokens", int(first))
-        both = torch.from_numpy(rows.astype(np.int64))
+        sources = np.searchsorted(self._firsts, windows, side="right") - 1
+        rows = np.empty((len(windows), self.context + 1), np.int64)
+        for source in np.unique(sources):
+            here = sources == source
+            begins = (windows[here] - self._firsts[source]) * self.context
+            rows[here] = self.corpus.parts[source].tokens[
+                begins[:, None] + np.arange(self.context + 1)
+            ]
+        check_range(rows.reshape(-1), self.corpus.vocab_size, f"samples from {position} on")
+        both = torch.from_numpy(rows)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-    def _rows(self, position: int, at: NDArray[np.int64]) -> Tokens:
-        """The tokens at these positions; of a stream, in the volume of each sample's epoch."""
-        if self.corpus.volumes is None:
-            return self.corpus.train[at]
-        begin = position + self.rank * self.batch_size
-        epochs = np.arange(begin, begin + self.batch_size) // self.num_windows
-        volumes = {int(epoch): self.corpus.volumes(int(epoch)) for epoch in np.unique(epochs)}
-        parts = [tokens[at[epochs == epoch]] for epoch, tokens in volumes.items()]
-        return np.concatenate(parts)  # epochs rise with the samples
 
     def windows(self, position: int) -> NDArray[np.int64]:
         """The windows of this rank's share of that step, in order."""
@@ -132,18 +302,18 @@ class Sampler:
             here = periods == period
             # The number differs from that of any epoch, so the permutations are independent.
             places[here] = permute(places[here], PERIOD, self.seed, int(period) + (1 << 62))
-        firsts = np.cumsum(self._parts) - self._parts
-        stretches = np.searchsorted(firsts, places, side="right") - 1
-        own = periods * self._parts[stretches] + places - firsts[stretches]
+        firsts = np.cumsum(self._shares) - self._shares
+        sources = np.searchsorted(firsts, places, side="right") - 1
+        own = periods * self._shares[sources] + places - firsts[sources]
         windows = np.empty_like(samples)
-        for stretch in np.unique(stretches):
-            here = stretches == stretch
-            windows[here] = self._shuffled(own[here], int(stretch)) + self._firsts[stretch]
+        for source in np.unique(sources):
+            here = sources == source
+            windows[here] = self._shuffled(own[here], int(source)) + self._firsts[source]
         return windows
 
-    def _shuffled(self, samples: NDArray[np.int64], stretch: int) -> NDArray[np.int64]:
-        """The windows of a stretch for these samples of the stretch."""
-        size = int(self._counts[stretch])
+    def _shuffled(self, samples: NDArray[np.int64], source: int) -> NDArray[np.int64]:
+        """The windows of a source for these samples of the source."""
+        size = int(self._counts[source])
         epochs = samples // size
         windows = np.empty_like(samples)
         for epoch in np.unique(epochs):  # rarely more than one
@@ -156,7 +326,6 @@ class Sampler:
         return {
             "version": _STATE_VERSION,
             "position": self.position,
-            "epoch": self.epoch,
             "seed": self.seed,
             "context": self.context,
             "num_windows": self.num_windows,

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run: what a rank does from the words of the user to the exit code, and the folder of a run.
+
+    resolve   the folder, the checkpoint and the configuration: of the recipe or saved, with flags
+    join      the other ranks
+    claim     make and lock the folder (rank 0)
+    train     run the loop
+    explain   print an error in one line; write the traceback to a file in the folder of the run
+
+runs/default/
+  .lock  config.json  events.jsonl  report.html  tokenizer/
+  checkpoints/step-000100/  checkpoints/step-000200/  kept/...
+runs/default-2/                    the next run of the same recipe: nothing is overwritten
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import CheckpointError, Manifest, SaveError, valid_checkpoints
+from shardwise.checkpoint.store import NAME, background
+from shardwise.core import comm
+from shardwise.core.rehearsal import SHARED
+from shardwise.report.html import read_events, write_report
+from shardwise.train.config import TrainConfig
+from shardwise.train.hub import begin_from
+from shardwise.train.launch import World, end_with_launcher, join, launch_name, leave, num_restarts
+from shardwise.train.logs import Console, Sink
+from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, Outcome, Trainer
+from shardwise.train.recipes import load_recipe
+from shardwise.train.tokens import write_file
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
+LATEST = "latest"
+ROOT = "runs"
+# The errors of file systems that have no locks (Lustre without -o flock, NFS without lockd).
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asks for.
+
+    Args:
+        configure: puts the flags into the configuration of the recipe or of the resumed run.
+    """
+
+    recipe: str = "default"
+    out: str | None = None
+    resume: str | None = None
+    configure: Callable[[TrainConfig], TrainConfig] = lambda config: config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The run that a request means on this machine."""
+
+    config: TrainConfig
+    folder: Path
+    checkpoint: Path | None = None
+    fitted: dict[str, Any] | None = None  # what the saved run decided for "auto"
+    or_older: bool = False  # whether to load an older checkpoint if the checkpoint is damaged
+
+
+def resolve(request: Request, taken: Collection[Path] = ()) -> Resolved:
+    """Find the run that a request means, not in one of the folders ``taken``. Raises errors before
+    any rank is started."""
+    out, resume = request.out, request.resume
+    if num_restarts() and (begun := begun_by_launch(request.recipe, out)) is not None:
+        out = str(begun)  # restarted ranks resume the run of their launch
+        resume = LATEST if has_saved(begun, since_launch=True) else resume
+    if resume is None:
+        free = (folder for folder in free_names(request.recipe) if folder not in taken)
+        place = Path(out) if out is not None else next(free)
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--out {out} is a file: name a directory for the run")
+        if has_saved(place):
+            raise ValueError(
+                f"--out {out} holds a run already: continue it (--resume), or name another folder"
+            )
+        return _anew(request, place)
+    place, checkpoint, or_older = find_resume(request.recipe, out, resume)
+    if checkpoint is None:
+        return _anew(request, place)
+    saved, fitted = saved_run(checkpoint)
+    config = request.configure(saved)
+    config.check_resume(saved, Manifest.read(checkpoint).step or 0)
+    return Resolved(
+        config=config, folder=place, checkpoint=checkpoint, fitted=fitted, or_older=or_older
+    )
+
+
+def _anew(request: Request, folder: Path) -> Resolved:
+    recipe = load_recipe(request.recipe)
+    config = request.configure(recipe)
+    if config.init_from is not None:
+        config = begin_from(config, tokenizer_given=config.tokenizer != recipe.tokenizer)
+    return Resolved(config=config, folder=folder)
+
+
+def check(resolved: Resolved, world_size: int) -> None:
+    """Raise the errors that can be found before any rank is started."""
+    resolved.config.expert_mesh_shape(world_size)
+    resolved.config.share(world_size)
+
+
+def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
+    """Train as one of the ranks; return the exit code."""
+    end_with_launcher()
+    background.setLevel(logging.CRITICAL)  # the trainer itself reports failed saves
+    try:
+        timeout = resolve(request).config.timeout
+    except (ValueError, OSError):  # rank 0 reports it, when all ranks are there
+        timeout = TrainConfig.timeout
+    world = join(timeout)
+    # Rank 0 decides: files may appear or vanish between the looks of several ranks.
+    claimed = world.together(lambda: claim(request) if world.first else None)
+    resolved: Resolved = comm.agree(claimed and claimed[0], world.axis)[0]
+    config, folder = resolved.config, resolved.folder
+
+    def make() -> Sequence[Sink]:
+        return [Console(config.steps), *make_sinks(folder, config)] if world.first else ()
+
+    trainer = Trainer(
+        config,
+        world,
+        folder,
+        resume=resolved.checkpoint,
+        or_older=resolved.or_older,
+        fitted=resolved.fitted,
+        sinks=world.together(make),
+    )
+    if world.ranks_per_gpu > 1:
+        trainer.events("note", text=SHARED % world.ranks_per_gpu)
+    if resolved.checkpoint is None and config.unreached:
+        trainer.events("warning", step=trainer.step, text=config.unreached)
+    gc.freeze()  # modules and the model stay to the end: the collector can skip them
+    gc.enable()
+    try:
+        outcome = trainer.run()
+    except (Exception, KeyboardInterrupt) as error:
+        code = _explain(error, trainer, world)
+        leave(code)
+        return code
+    if world.first:
+        _conclude(outcome, trainer, folder)
+    leave(0)
+    return 0
+
+
+def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
+    """Print the result and write the report. A report that can't be written is no failure."""
+    lines = []
+    if outcome.held_out is not None:
+        lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
+    if not outcome.finished:
+        lines.append(f"stopped after step {outcome.step}; continue with --resume --out {folder}")
+    try:
+        lines.append(f"report   {write_report(folder)}")
+    except (OSError, ValueError) as error:
+        lines.append(f"warning  no report could be written: {error}")
+    with contextlib.suppress(OSError):
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
+    """Print one line, write the traceback to a file; return the exit code."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    unsaved = isinstance(error, SaveError)  # the same on every rank: rank 0 prints it
+    step = trainer.step if unsaved else trainer.step + 1
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not interrupted:
+        trainer.events("error", step=step, text=text)
+    trainer.close()
+    if interrupted or (unsaved and not world.first):
+        return 130 if interrupted else 1
+    where = trainer.folder / f"error-rank{world.rank}.txt"
+    try:
+        where.write_text("".join(traceback.format_exception(error)), "utf-8", "backslashreplace")
+        more = f" (traceback: {where})"
+    except OSError:
+        more = ""
+    if "over axis" in text:  # the error of a collective
+        text += f" -- another rank is stopped, slow (timeout: {trainer.config.timeout:g} s) or dead"
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
+    return 1
+
+
+# ------------------------------------------------------------------------------ folders
+
+
+def free_names(recipe: str) -> Iterator[Path]:
+    """The folders ``runs/RECIPE``, ``runs/RECIPE-2``, ... in which no run has begun."""
+    name = _name(recipe)
+    folders = (Path(ROOT) / (name if n == 1 else f"{name}-{n}") for n in count(1))
+    return (folder for folder in folders if not is_run(folder))
+
+
+def _name(recipe: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", recipe.rpartition(":")[2] or recipe)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in this folder. (One that failed before it left only its lock.)"""
+    return any((folder / name).exists() for name in (EVENTS, CHECKPOINTS))
+
+
+def has_saved(folder: Path, *, since_launch: bool = False) -> bool:
+    """Whether the folder holds a checkpoint, also a damaged one; with ``since_launch``, one that
+    this launch has saved."""
+    checkpoints = folder / CHECKPOINTS
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    if not since_launch or not (folder / EVENTS).exists():
+        return any(NAME.fullmatch(name) for name in names)
+    events = read_events(folder / EVENTS)
+    begun = max((n for n, event in enumerate(events) if event.get("restarts") == 0), default=0)
+    return any(event["kind"] == "save" for event in events[begun:])
+
+
+def newest_folder(recipe: str | None = None, launch: str | None = None) -> Path | None:
+    """The run under ``runs/`` that wrote last; with ``recipe``, of this recipe; with ``launch``, of
+    those that this launch has begun."""
+    pattern = re.compile(".*" if recipe is None else re.escape(_name(recipe)) + r"(-\d+)?")
+    written = EVENTS if launch is None else LOCK
+    folders = [
+        path
+        for path in (Path(ROOT).iterdir() if Path(ROOT).is_dir() else ())
+        if pattern.fullmatch(path.name) and (path / written).exists()
+        if launch is None or last_holder(path).get("launch") == launch
+    ]
+    return max(folders, key=lambda path: (path / written).stat().st_mtime, default=None)
+
+
+def begun_by_launch(recipe: str, out: str | None) -> Path | None:
+    """The run that this launch has begun before its ranks were restarted."""
+    launch = launch_name()
+    if launch is None:
+        return None
+    if out is None:
+        return newest_folder(recipe, launch)
+    return Path(out) if last_holder(Path(out)).get("launch") == launch else None
+
+
+def find_resume(recipe: str, out: str | None, resume: str) -> tuple[Path, Path | None, bool]:
+    """The folder of the run and the checkpoint that ``--resume`` names (``latest`` or a path), and
+    whether an older one will do. The checkpoint of a run that never saved is None."""
+    if resume == LATEST:
+        folder = Path(out) if out is not None else newest_folder(recipe)
+        if folder is None or not folder.is_dir():
+            raise ValueError(
+                f"--resume: there is no run {out or f'of recipe {recipe!r} under {ROOT}/'}: name "
+                f"the run with --out FOLDER or --resume PATH, or leave --resume out to begin"
+            )
+        return folder, newest_checkpoint(folder) if has_saved(folder) else None, True
+    path = Path(resume)
+    if not path.is_dir():
+        raise ValueError(f"--resume {resume}: there is no such checkpoint or run")
+    home = path if is_run(path) else path.parent.parent if path.parent.name == CHECKPOINTS else None
+    place = home if out is None else Path(out)
+    if place is None:
+        raise ValueError(
+            f"--resume {resume} is not inside the folder of a run: name a folder for the run with "
+            f"--out"
+        )
+    if home is not None and place.resolve() == home.resolve() and not has_saved(home):
+        return home, None, True
+    if (home is None or place.resolve() != home.resolve()) and has_saved(place):
+        raise ValueError(
+            f"--out {out} holds another run: continue that run (--resume --out {out}), or name "
+            f"another folder"
+        )
+    checkpoint = newest_checkpoint(path) if path == home else path
+    Manifest.read(checkpoint)
+    return place, checkpoint, path == home
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The newest valid checkpoint in the folder of a run; ``path`` itself if it is no run."""
+    if not is_run(path):
+        return path
+    valid = valid_checkpoints(path / CHECKPOINTS)
+    if not valid:
+        raise CheckpointError(f"{path / CHECKPOINTS} holds no valid checkpoint")
+    if len(valid) < len(all_checkpoints(path)):
+        logger.warning("%s is used, the newest of the valid checkpoints", valid[-1][0])
+    return valid[-1][0]
+
+
+def all_checkpoints(path: Path) -> list[Path]:
+    """All checkpoints in the folder of a run by name, also damaged ones; ``path`` itself if it is
+    no run."""
+    if not is_run(path):
+        return [path]
+    folder = path / CHECKPOINTS
+    entries = folder.iterdir() if folder.is_dir() else ()
+    checkpoints = sorted(entry for entry in entries if NAME.fullmatch(entry.name))
+    if not checkpoints:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return checkpoints
+
+
+def saved_run(checkpoint: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """The configuration of the run that wrote a checkpoint, and what it decided for "auto"."""
+    values = dict(Manifest.read(checkpoint).config or {})
+    if not values:
+        raise ValueError(f"{checkpoint} was not written by `shardwise train`: it has no config")
+    fitted = values.pop("fitted", None)
+    try:
+        return TrainConfig.from_json(values), fitted
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise CheckpointError(f"{checkpoint} has a config that no run can have: {error}") from error
+
+
+# ------------------------------------------------------------------------------ the lock
+
+
+class BusyError(ValueError):
+    """Another run that has not ended writes to the folder."""
+
+
+def claim(request: Request) -> tuple[Resolved, RunLock]:
+    """Make and lock the folder of a run (rank 0); two runs never share one."""
+    taken: list[Path] = []
+    while True:
+        folder = resolve(request, taken).folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(folder)
+        except BusyError:
+            if request.out is not None or request.resume is not None:
+                raise
+            taken.append(folder)  # another run begins there at this moment
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"--out {folder} cannot be written to ({error.strerror}): name another folder"
+            ) from error
+        resolved = resolve(request, taken)  # no other process can change the folder any more
+        if resolved.folder == folder:
+            break
+        lock.release()
+    config = json.dumps(resolved.config.to_json(), indent=2) + "\n"
+    write_file(folder / CONFIG, config.encode())
+    return resolved, lock
+
+
+class RunLock:
+    """A lock (``flock``) on the folder of a run: one run writes there at a time.
+
+    Rank 0 takes the lock before it writes anything and holds it until its process ends. Then the
+    kernel releases the lock, whatever ended the process. The file stays and has no meaning without
+    the lock. If another process holds the lock, the ``ValueError`` names that process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self.release()
+                if not isinstance(error, BlockingIOError | PermissionError):
+                    raise
+                holder = last_holder(folder)
+                raise BusyError(
+                    f"{folder} belongs to a run that has not ended (pid "
+                    f"{holder.get('pid', 'unknown')} on host {holder.get('host', 'unknown')}): "
+                    f"wait for it, end it, or name another folder with --out"
+                ) from None
+            logger.warning(
+                "%s: this file system cannot lock files (%s), so nothing prevents a second run "
+                "from writing to the folder: start only one run there",
+                folder,
+                error.strerror,
+            )
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}
+        with contextlib.suppress(OSError):  # with a full disk the lock has no name, but it holds
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+            os.fsync(self._file)
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+def last_holder(folder: Path) -> dict[str, Any]:
+    """The last process that locked the folder; empty if there is none or the file is unreadable."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            holder = json.loads(file.read(4096))
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
