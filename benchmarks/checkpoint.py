@@ -175,7 +175,11 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     found["describe"] = time.process_time() - started
     digest = hashlib.sha256().hexdigest()
     found_parts = [
-        {"file": [10**12 + rank, digest], "parts": shifted(mine, rank) if rank < ep else []}
+        {
+            "file": [10**12 + rank, digest],
+            "parts": shifted(mine, rank) if rank < ep else [],
+            "starts": {},
+        }
         for rank in range(num_ranks)
     ]
     texts = [json.dumps(part) for part in found_parts]

@@ -119,6 +119,8 @@ def load(
     data = comm.tell(data, lengths[0][1], ranks)
     together(lambda: job.compare(data), ranks)
     try:
+        if not restore_random or not strict:
+            job.differences.append("random states were not loaded")
         _, differences = together(job.read, ranks, facts=lambda _: job.differences)
         together(job.offer, ranks)
     except BaseException:
@@ -151,6 +153,7 @@ class _Job:
         self.kept: list[str] = []  # names of the model's tensors that are not loaded
         self.used: set[str] = set()  # saved names
         self.differences: list[str] = []  # from the run that saved
+        self.moved = False  # whether pieces lay on other ranks
 
     def find(self) -> bytes:
         return read_bytes(self.path) if self.ranks.rank == 0 else b""
@@ -254,30 +257,33 @@ class _Job:
     def _copy(self, key: str) -> None:
         """Plan the copies that fill a tensor, and compare where its pieces lie."""
         tensor, stack = self.state.tensors[key], self.state.members.get(key)
-        orders, rank = self.manifest.extra_states, self.ranks.rank
+        rank = self.ranks.rank
         for piece in self.state.pieces(key):
             name = piece.name if piece.state is not None else self.saved_name(piece.name)
             piece = Piece(name, piece.state, piece.shape, piece.offsets, piece.data)
             rows = None
-            if stack is not None and piece.shape:
-                rows = stack.stored_rows(piece.shape[0], orders)
+            if stack is not None and stack.order is not None and piece.shape:
+                order = self.manifest.extra_states.get(self.saved_name(stack.order))
+                rows = stack.stored_rows(piece.shape[0], {stack.order: order})
             sources = self.copies.add(piece, rows)
-            if isinstance(tensor, DTensor) and not self.differences:
+            if isinstance(tensor, DTensor) and not self.moved:
                 replicated = any(placement.is_replicate() for placement in tensor.placements)
-                moved = len(sources) != 1 or (sources[0].rank != rank and not replicated)
-                moved |= not stack and sum(s.high - s.low for s in sources) < _held(tensor)
-                if moved:
+                held = tensor.to_local().numel()
+                if len(sources) != 1 or not (
+                    (sources[0].rank == rank or replicated)
+                    and sources[0].high - sources[0].low == held
+                ):
+                    self.moved = True  # the first is named
                     self.differences.append(f"'{key}' lay on other ranks")
 
     def _compare_facts(self) -> None:
         saved, here = self.manifest.facts, facts_of(self.model, self.ranks.size)
         here |= {f"version of {name}": text for name, text in versions().items()}
         saved = saved | {f"version of {n}": text for n, text in self.manifest.versions.items()}
-        optimizer = self.manifest.optimizer
-        if self.optimizer is None:
+        if self.optimizer_load is not None:
+            self.differences += self.optimizer_load.differences
+        elif self.manifest.optimizer is not None:
             self.differences.append("the optimizer was not loaded")
-        elif optimizer is not None and optimizer.kind != type(self.optimizer).__name__:
-            self.differences.append(f"the optimizer was a {optimizer.kind}")
         self.differences += _unlike(saved, here)
 
     def offer(self) -> None:
@@ -329,10 +335,6 @@ class _Job:
         report.differences = differences
         if report.config is not None:
             report.differences += _unlike(self.manifest.config or {}, dict(report.config))
-
-
-def _held(tensor: DTensor) -> int:
-    return tensor.to_local().numel()
 
 
 def _unlike(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -208,6 +208,7 @@ class OptimizerLoad:
 
     def __init__(self, optimizer: Optimizer, state: State, checkpoint: Checkpoint) -> None:
         self.problems: list[str] = []
+        self.differences: list[str] = []  # from the optimizer that was saved
         self._optimizer, self._state, self._checkpoint = optimizer, state, checkpoint
         self._had_state = {key: bool(value) for key, value in optimizer.state.items()}
         self._kind = type(optimizer).__name__
@@ -239,6 +240,8 @@ class OptimizerLoad:
         if not self.problems:
             self._plan_groups(saved)
         classes = {saved.kind, self._kind}
+        if len(classes) > 1:
+            self.differences.append(f"the optimizer was a {shown(saved.kind)}")
         if not self.problems and len(classes) > 1 and not classes <= _SAME_STEPS:
             warn_once(
                 log,
@@ -347,7 +350,7 @@ class OptimizerLoad:
             found = checkpoint.sizes(expert, stored)
             problems += differences(state_key(expert, stored), found, shape, value.dtype)
         if len(stack.here) > 1 and not shape and not problems:
-            counts = {float(checkpoint.read_whole(expert, stored)) for expert in stack.here}
+            counts = {float(count) for count in checkpoint.read_all(stack.here, stored)}
             if len(counts) > 1:
                 problems.append(
                     f"'{key}' of the experts of '{name}' in the checkpoint: {sorted(counts)}, and "
@@ -383,6 +386,7 @@ class OptimizerLoad:
             if other_function or not all(_replaces(value, current) for value in values):
                 self._problem_of(f"'{key}' of group {index} of the optimizer", values[0], current)
             elif _differ(values):
+                self.differences.append(f"'{key}' of group {index} of the optimizer was not loaded")
                 warn_once(
                     log,
                     "group %d of the optimizer joins parameters that were saved with different "

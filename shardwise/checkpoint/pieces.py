@@ -94,6 +94,9 @@ class Division:
 
     written: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     parts: list[Callable[[], Part]] = field(default_factory=list)  # described later, in any thread
+    starts: dict[str, str] = field(
+        default_factory=dict
+    )  # key -> name of a piece that begins a tile
 
 
 def divide(
@@ -215,8 +218,10 @@ def _add(
     writers = of.writers(first, lengths * tensor.dtype.itemsize)
     whole = data.numel() == math.prod(shape)
     if (data.numel() or whole) and rank in writers:
-        begin = first_element(shape, offsets, sizes, low)
-        division.written[piece_name(key, begin, whole)] = data
+        name = piece_name(key, first_element(shape, offsets, sizes, low), whole)
+        division.written[name] = data
+        if sharded and low == 0:
+            division.starts[key] = name
     # The first rank of a tile describes it. Of torch's DTensors each piece is a tile.
     if rank == of.ranks[0, 0]:
         dtype = tensor.dtype

@@ -52,6 +52,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    _headers: dict[int, tuple[dict[str, Stored], Any]] = field(default_factory=dict)
 
     def sizes(self, name: str, state: str | None = None) -> Sizes | None:
         """Shape and dtype of a saved parameter or state, of a single expert if ``name`` is one."""
@@ -64,7 +65,7 @@ class Checkpoint:
     def rank_values(self, rank: int) -> tuple[RandomStates, dict[str, Any]]:
         """The random states, not yet set, and the ``extra`` of a rank."""
         where = str(self.path / rank_file(rank))
-        with self._opened(rank) as (_, _, metadata):
+        with self.opened(rank) as (_, _, metadata):
             if type(metadata) is not dict or type(text := metadata.get(VALUES)) is not str:
                 raise DamagedError(f"{where} holds no values of its rank")
         values = from_bytes(text.encode(), where)
@@ -72,28 +73,37 @@ class Checkpoint:
             raise DamagedError(f"{where} holds values that shardwise does not write")
         return RandomStates(values.get("random"), where), values["extra"]
 
-    def read_whole(self, name: str, state: str | None = None) -> Tensor:
-        """A whole tensor in host memory."""
-        sizes = self.sizes(name, state)
-        assert sizes is not None, name
-        whole = torch.empty(sizes.shape, dtype=sizes.dtype, device="cpu")
-        copies = Copies(self)
-        copies.add(Piece(name, state, sizes.shape, (0,) * len(sizes.shape), whole))
+    def read_whole(self, name: str) -> Tensor:
+        """A whole parameter or buffer in host memory."""
+        return self.read_all([name])[0]
+
+    def read_all(self, names: Iterable[str], state: str | None = None) -> list[Tensor]:
+        """Parameters or states of them, whole, in host memory."""
+        copies, found = Copies(self), []
+        for name in names:
+            sizes = self.sizes(name, state)
+            assert sizes is not None, name
+            found.append(torch.empty(sizes.shape, dtype=sizes.dtype, device="cpu"))
+            copies.add(Piece(name, state, sizes.shape, (0,) * len(sizes.shape), found[-1]))
         copies.stage()
         copies.write()
-        return whole
+        return found
 
     @contextlib.contextmanager
-    def _opened(self, rank: int) -> Iterator[tuple[io.BufferedReader, dict[str, Stored], Any]]:
+    def opened(self, rank: int) -> Iterator[tuple[io.BufferedReader, dict[str, Stored], Any]]:
+        """The file of a rank, its tensors and its metadata. The last header is kept."""
         file = self.manifest.files[rank]
         with open_listed(self.path, file) as stream:
-            yield stream, *read_header(stream, file, str(self.path / file.name))
+            if rank not in self._headers:
+                self._headers.clear()
+                self._headers[rank] = read_header(stream, file, str(self.path / file.name))
+            yield stream, *self._headers[rank]
 
     def read(self, wanted: Iterable[_Copy]) -> Iterator[tuple[_Copy, Tensor]]:
         """Read file by file, front to back; a single part is in memory at a time."""
         ordered = sorted(wanted, key=lambda copy: (copy.rank, copy.name, copy.begin))
         for rank, copies in groupby(ordered, key=lambda copy: copy.rank):
-            with self._opened(rank) as (stream, header, _):
+            with self.opened(rank) as (stream, header, _):
                 for copy in copies:
                     begin = self.begin(header, rank, copy.name, copy.dtype, copy.of_piece)
                     count = math.prod(copy.shape) * copy.dtype.itemsize
@@ -333,7 +343,7 @@ def verify(path: str | os.PathLike[str]) -> Verification:
         for rank in range(report.manifest.world_size):
             with report.collecting():
                 checkpoint.rank_values(rank)
-                with checkpoint._opened(rank) as (_, header, _):
+                with checkpoint.opened(rank) as (_, header, _):
                     for name, saved_as, saved in by_rank.get(rank, ()):
                         count = saved.high - saved.low
                         checkpoint.begin(header, rank, name, saved_as.dtype, count)

@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,6 +94,7 @@ class Snapshot:
 
     tensors: dict[str, Tensor]  # views of the live tensors, by name in the file
     parts: list[Callable[[], Part]]  # tiles that this rank describes
+    starts: dict[str, str]  # key -> name of a piece that begins a tile
     keys: list[str]  # of the tensors of all ranks
     rank_values: bytes
     values: dict[str, Any]  # fields of the manifest
@@ -147,6 +149,7 @@ def take_snapshot(
     return Snapshot(
         tensors=division.written,
         parts=division.parts,
+        starts=division.starts,
         keys=state.all_keys,
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         values=copy.deepcopy(values),
@@ -261,7 +264,14 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     values = {VALUES: snapshot.rank_values.decode()}
     file = write_tensors(attempt.folder / rank_file(attempt.rank), snapshot.tensors, values)
     parts = [part_json(describe()) for describe in snapshot.parts]
-    return {"file": [file.size, file.sha256], "parts": parts}
+    starts = {key: _checksum(snapshot.tensors[name]) for key, name in snapshot.starts.items()}
+    return {"file": [file.size, file.sha256], "parts": parts, "starts": starts}
+
+
+def _checksum(piece: Tensor) -> int:
+    """Of the first numbers of a piece: enough to tell two models apart."""
+    numbers = piece.detach().reshape(-1)[:1024].cpu().contiguous()
+    return zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())
 
 
 def part_json(part: Part) -> list[Any]:
@@ -297,12 +307,15 @@ def join(found: list[dict[str, Any]], keys: Iterable[str], **values: Any) -> Man
             if not tile.numel and math.prod(shape):
                 continue  # torch leaves nothing of a short tensor to some ranks
             before = tiles.setdefault(key, {}).setdefault(tile.offsets, (rank, tile))
-            if before[0] != rank and sharded and tile.numel:
-                problems.append(
-                    f"'{key}': the meshes of ranks {before[0]} and {rank} both hold it. A "
-                    f"checkpoint holds one model: wrap it with one mesh of all its replicas "
-                    f"(sw.hsdp()), or train each model in a separate process group"
-                )
+            if before[0] != rank and sharded and tile.numel:  # on meshes without a common rank
+                first, other = (found[one.runs[0].rank]["starts"][key] for one in (before[1], tile))
+                if first != other:
+                    problems.append(
+                        f"'{key}': rank {tile.runs[0].rank} holds other values than rank "
+                        f"{before[1].runs[0].rank}, and they share no mesh. A checkpoint holds one "
+                        f"model: train each model in a separate process group, or save "
+                        f"sw.full_state_dict(model)"
+                    )
     problems += [f"'{key}': no rank has written any of it" for key in keys if key not in shapes]
     if problems:
         raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))

@@ -166,5 +166,4 @@ def facts_of(model: nn.Module, num_ranks: int) -> dict[str, Any]:
         "placements": placements_of(model),
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "deterministic algorithms": not on_gpu or torch.are_deterministic_algorithms_enabled(),
-        "training": model.training,
     }

@@ -263,19 +263,25 @@ def test_runs_of_any_pieces_give_the_pieces() -> None:
 def save_halves(rank: int, world_size: int, path: str, strategy: str) -> str:
     """A model on ranks 0 and 1, another of the same names on ranks 2 and 3, saved at once."""
     half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    torch.manual_seed(0)
     net = nn.Linear(6, 5)
     sw.fully_shard(net, mesh=half, placements=sw.zero(int(strategy[-1])))
+    sw.save(f"{path}/alike", net)
+    with torch.no_grad():
+        net.bias.add_(rank // 2)
     with pytest.raises(SaveError) as caught:
-        sw.save(path, net)
+        sw.save(f"{path}/apart", net)
+    sw.load(f"{path}/alike", net)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
 def test_two_models_are_not_saved_as_one(strategy: str, tmp_path: Path) -> None:
     """The checkpoint held the first model alone, and a load gave it to everybody."""
-    for message in run_ranks(save_halves, 4, str(tmp_path / "one"), strategy):
-        assert "'model.weight': the meshes of ranks 0 and 2 both hold it" in message
-    assert not (tmp_path / "one").exists()
+    for message in run_ranks(save_halves, 4, str(tmp_path), strategy):
+        assert "'model.bias': rank " in message and "other values than rank" in message
+        assert "weight" not in message
+    assert not (tmp_path / "apart").exists() and verify(tmp_path / "alike").ok
 
 
 def pieces_of(rank: int, world_size: int, path: str) -> dict[str, tuple[int, int]]:
@@ -420,8 +426,8 @@ def test_every_dtype_and_stride_comes_back(at_once: bool, tmp_path: Path) -> Non
 def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, str, str]:
     """A run is saved and loaded into another one; what the report says, and what continues."""
     torch.manual_seed(1)
-    strategy = "zero1" if way == "strategy" and world_size == 2 else "zero3"
-    net, optimizer = helpers.make(strategy, "adamw", world_size, 2)
+    strategy = "hsdp" if world_size == 4 else "zero1" if way == "strategy" else "zero3"
+    net, optimizer = helpers.make(strategy, "muon" if world_size == 4 else "adamw", world_size, 2)
     helpers.train_step(net, optimizer, 0, rank, world_size)
     path = f"{folder}/one"
     if way == "save":
@@ -441,6 +447,7 @@ def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, 
     ("way", "ranks", "word"),
     [
         ("same", 2, ""),
+        ("same", 4, ""),  # momenta that replicas divide
         ("strategy", 2, "placements"),
         ("ranks", 3, "ranks: 2 then, 3 now"),
         ("grain", 2, "lay on other ranks"),
@@ -451,7 +458,7 @@ def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, 
 def test_a_report_says_whether_a_run_continues_bit_for_bit(
     way: str, ranks: int, word: str, tmp_path: Path
 ) -> None:
-    run_ranks(report_of, 2, str(tmp_path), "save")
+    run_ranks(report_of, 4 if ranks == 4 else 2, str(tmp_path), "save")
     found = run_ranks(report_of, ranks, str(tmp_path), way)
     assert all(one == found[0] for one in found), "the same on all ranks"
     continues, text, differences = found[0]
