@@ -100,7 +100,6 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     model = build_model(config, world)
     model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
     optimizer = build_optimizer(config, model)
-    optimizer.compile_ahead()
     return Parts(
         config=config,
         decision=decision,
