@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -51,11 +50,11 @@ class Blocks:
         """This rank's blocks of whole matrices."""
         return whole.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
 
-    def divided(self, batch: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """This rank's blocks of the computed matrices, of which each rank computes a part."""
+    def divided(self, batch: Tensor, compute: Callable[[Tensor], Tensor], turn: int = 0) -> Tensor:
+        """This rank's blocks of the computed matrices, of which each rank computes a part. The rank
+        ``turn`` begins, so that single matrices go to one rank after another."""
         count, size, numel = len(batch), self.axis.size, batch[0].numel()
-        bounds = [count * rank // size for rank in range(size + 1)]
-        counts = [end - begin for begin, end in pairwise(bounds)]
+        counts = [len(range((rank - turn) % size, count, size)) for rank in range(size)]
         mine = counts[self.axis.rank]
         here, there = [mine * numel] * size, [number * numel for number in counts]
         blocks = batch.new_empty((size, mine, *batch.shape[1:]))

@@ -390,7 +390,8 @@ class MatrixGroup:
 
     def _compute_round(self, now: Now, batches: list[Batch]) -> list[Tensor]:
         """The updates of the matrices that this rank owns, batch by batch."""
-        first = self.whole_states is not None and 0 in now.ages
+        begins = any(has and not age for has, age in zip(now.given, now.ages, strict=True))
+        first = self.whole_states is not None and begins
         axes = [axis for axis in self.sharding.axes if not axis.pretends]
         if not first or not axes:
             return [self._compute(now, batch) for batch in batches]
@@ -454,7 +455,8 @@ class MatrixGroup:
             return self.rule.compute(values, state, step)
         if self.blocks.mode == "distributed":
             return self.rule.compute_blocks(values, self.blocks, step)
-        return self.blocks.divided(values, lambda whole: self.rule.compute(whole, state, step))
+        compute = partial(self.rule.compute, state=state, step=step)
+        return self.blocks.divided(values, compute, turn=keys[0][0])
 
     def _after(self, now: Now, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
         """Decay and update the weights of a round."""

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # From 07 on they need other frameworks: test_framework_examples.py.
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("0[1-6]*.py"))
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("0[1-6]*.py")) + ["13_keep_fsdp2.py"]
 RANKS = {"03_experts.py": 4, "04_tensor_parallel.py": 4}
 
 

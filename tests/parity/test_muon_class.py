@@ -300,6 +300,51 @@ def test_under_fsdp2_one_exchange_serves_all_shapes(
     assert run_ranks(under_fsdp2, world_size, sizes) == [expected] * world_size
 
 
+class Stacks(nn.Module):
+    """Experts as one stack of matrices, an odd number of them, and dense weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.experts = nn.Parameter(torch.randn(5, 8, 12))
+        self.dense = nn.Parameter(torch.randn(12, 4))
+        self.few = nn.Parameter(torch.randn(4, 12))
+
+
+def stacks_under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...], dim: int) -> int:
+    models = Stacks(), Stacks()
+    if dim == 1:  # as torch cuts where rows are too few
+        fully_shard(models[0], mesh=mesh_of(*sizes), shard_placement_fn=lambda p: Shard(1))
+    else:
+        fully_shard(models[0], mesh=mesh_of(*sizes))
+    for model in models:
+        optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.1, weight_decay=0.1), elementwise=None)
+        for step in range(3):
+            for name, parameter in model.named_parameters():
+                full = gradient(name, parameter.shape, step)
+                parameter.grad = full
+                if isinstance(parameter, DTensor):
+                    parameter.grad = distribute_tensor(
+                        full, parameter.device_mesh, parameter.placements
+                    )
+            optimizer.step()
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), its)
+    return sum(
+        not torch.equal(p, q)
+        for p, q in zip(models[1].parameters(), Stacks().parameters(), strict=True)
+    )
+
+
+@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
+def test_stacks_and_columns_under_fsdp2_are_those_of_one_process(
+    world_size: int, sizes: tuple[int, ...], dim: int
+) -> None:
+    assert run_ranks(stacks_under_fsdp2, world_size, sizes, dim) == [3] * world_size
+
+
 # ------------------------------------------------------------------------------ tensor parallel
 
 

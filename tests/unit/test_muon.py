@@ -248,6 +248,23 @@ def test_the_last_clip_before_a_step_counts() -> None:
     assert float(optimizer.clip_grad_norm(9.0)) == pytest.approx(0.5, abs=1e-5)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_clip_reaches_the_momentum_and_not_the_orthogonal_update(in_step: bool) -> None:
+    models = [Weights(SHAPES) for _ in range(2)]
+    optimizers = [sw.optimizer(m, matrix=sw.muon(lr=0.1), elementwise=None) for m in models]
+    for model in models:
+        set_gradients(model, 0)
+    norm = optimizers[0].clip_grad_norm(0.01, in_step=in_step)
+    for optimizer in optimizers:
+        optimizer.step()
+    for mine, its in zip(*(model.parameters() for model in models), strict=True):
+        clipped, whole = (
+            o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (mine, its), strict=True)
+        )
+        torch.testing.assert_close(clipped, whole * (0.01 / norm))
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
+
+
 def test_a_convolution_that_is_taken_for_a_stack_is_told(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Sequential(nn.Conv1d(16, 32, 3), nn.Linear(8, 8))
     for routed, told in ((False, True), (True, False)):

@@ -5,7 +5,8 @@ packed, what is left to the exchange, and that both arrive at the same weights."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def accumulate(
 ) -> None:
     from shardwise.kernels.momentum import reference
 
+    assert all(len({piece.dtype for piece in column}) == 1 for column in (grads, states, outs))
     for grad, state, out in zip(grads, states, outs, strict=True):
         out.copy_(reference(grad, state, beta=beta, nesterov=nesterov, clip=clip))
 
@@ -199,3 +201,33 @@ def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:
     names = [name for one in kept for name in one]
     assert names and len(set(names)) < len(LOCAL) + 1
     assert set(names) <= LOCAL
+
+
+def mixed(rank: int, world_size: int) -> None:
+    """Gradients of two dtypes in one exchange, which kernels read as they are."""
+    found = []
+    for kernels_there in (True, False):
+        model = Weights(dict.fromkeys("abcdefgh", (16, 12)), seed=2)
+        sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(0))
+        with definitions() if kernels_there else nullcontext():
+            optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.1), elementwise=None)
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                generator = torch.Generator().manual_seed(ord(name))
+                full = torch.randn(parameter.shape, generator=generator).bfloat16()
+                parameter.grad.copy_(full)
+                if name in "acd" and kernels_there:
+                    parameter.grad, narrow = None, parameter.grad.to(torch.bfloat16)
+                    parameter.grad_dtype = torch.bfloat16
+                    parameter.grad = narrow
+            optimizer.clip_grad_norm(1e9, in_step=True)
+            clip = torch.tensor([1.0, 0.0]) if kernels_there else None  # as on a GPU
+            vars(optimizer)["_take_clip"] = partial(tuple, (clip, True))
+            optimizer.step()
+        found.append([p.full_tensor() for p in model.parameters()])
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=2e-3)
+
+
+def test_gradients_of_two_dtypes_share_an_exchange() -> None:
+    run_ranks(mixed, 2)
