@@ -26,7 +26,6 @@ from shardwise.optim.ownership import assign_owners
 REAL = (2, 3, 4)
 PLANNED = (8, 16, 32, 64, 128, 256, 512, 1024)
 SIDE, DEPTH = 96, 24
-WIDTHS = {"fp32": 4, "fp16": 2}
 
 
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
@@ -34,14 +33,13 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     import shardwise as sw
     from shardwise.core import comm
 
-    (wire,) = options.systems
     torch.manual_seed(0)
     layers = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)]
     model = nn.Sequential(*layers)
     for layer in layers:
         sw.fully_shard(layer, mesh=mesh, placements=sw.zero(3))
     sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
-    matrix = sw.muon(wire=wire)  # type: ignore[arg-type]
+    matrix = sw.muon()
     optimizer = sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
     model(torch.randn(4, SIDE)).square().sum().backward()
     with comm.record() as calls:
@@ -51,26 +49,21 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "calls": len(calls),
         "counted": sum(call.nbytes for call in calls),
-        "planned": sum(sum(leg.send_sizes) for leg in legs) * WIDTHS[wire],
+        "planned": sum(sum(leg.send_sizes) for leg in legs) * 4,
     }
 
 
 def counted(ranks: Sequence[int]) -> Table:
     rows: list[Row] = []
     for size in ranks:
-        for wire, width in WIDTHS.items():
-            options = Options(device="cpu", systems=(wire,), rounds=1, tiny=False)
-            found = in_processes(worker, size, "gloo", options)
-            formula = 2 * (size - 1) / size**2 * DEPTH * SIDE * SIDE * width
-            rows.append({"ranks": size, "wire": wire, "formula": formula} | found)
-            rows[-1]["ratio"] = found["counted"] / formula
-    note = (
-        f"{DEPTH} matrices {SIDE} x {SIDE} under zero(3), gloo, rank 0, one step. In fp16 a\n"
-        "power of two goes before each piece."
-    )
+        options = Options(device="cpu", systems=(), rounds=1, tiny=False)
+        found = in_processes(worker, size, "gloo", options)
+        formula = 2 * (size - 1) / size**2 * DEPTH * SIDE * SIDE * 4
+        rows.append({"ranks": size, "formula": formula} | found)
+        rows[-1]["ratio"] = found["counted"] / formula
+    note = f"{DEPTH} matrices {SIDE} x {SIDE} under zero(3), gloo, rank 0, one step."
     columns = {
         "ranks": ("ranks", "d"),
-        "wire": ("wire", "s"),
         "calls": ("all-to-alls", "d"),
         "counted": ("bytes counted", ",d"),
         "planned": ("planned", ",d"),

@@ -34,15 +34,12 @@ from benchmarks.muon_kernels import milliseconds
 from benchmarks.systems import BF16_COMPUTE, wrap_zero
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
 
-UNBOUNDED = 1 << 40
 ALONE = [(1, 2048, 2048), (2, 2048, 2048), (4, 2048, 2048), (1, 5632, 2048), (3, 5632, 2048)]
 # By name: options of sw.muon; None: AdamW for all.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "AdamW": None,
     "Muon": {},
-    "Muon, unbounded": {"step_bytes": UNBOUNDED},
-    "Muon, half the budget": {"step_bytes": "half"},
-    "Muon, s4": {"preset": "s4"},
+    "Muon, polar_express": {"preset": "polar_express"},
 }
 TURNS, STEPS = 4, 4  # the first step of a turn is not counted
 
@@ -50,10 +47,6 @@ TURNS, STEPS = 4, 4  # the first step of a turn is not counted
 def optimizer_of(model: torch.nn.Module, options: dict[str, Any] | None) -> Any:
     import shardwise as sw
 
-    options = dict(options) if options is not None else None
-    if options is not None and options.get("step_bytes") == "half":
-        made = optimizer_of(model, {})
-        options["step_bytes"] = made._matrix_groups[0].exchange.ownership.step_bytes // 2
     matrix = None if options is None else sw.muon(lr=1e-4, **options)
     return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-5))
 

@@ -72,7 +72,6 @@ CASES: dict[str, tuple[str, Callable[..., nn.Module], Callable[..., Steps], str 
         ours,
         "polar_express",
     ),
-    "zero3-muon-s4": ("shardwise zero(3), Muon, s4", wrap_zero3, ours, "s4"),
     "buckets-adamw": ("shardwise data_parallel, AdamW", wrap_buckets, ours, None),
     "buckets-muon": ("shardwise data_parallel, Muon", wrap_buckets, ours, DEFAULT),
 }
@@ -119,7 +118,7 @@ def table(options: Options, backend: str) -> Table:
         "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied, 8 x 2048 tokens), bf16\n"
         "compute, fp32 main weights and grads. x AdamW: the step over that of the same wrapping\n"
         "with AdamW. Newton-Schulz: torch's takes five steps of degree 5, ours 5, 9, 5 and 9 by\n"
-        "default (nonic), five of 5 as polar_express, four of 5 as s4. A fresh process per row; 3\n"
+        "default (nonic), five of 5 as polar_express. A fresh process per row; 3\n"
         "warm-up and 10 timed steps."
     )
     columns = {

@@ -32,14 +32,9 @@ RATES = {
     "adamw": 0.0,  # the recipe's lr, of all parameters
     "muon": 0.02,
     "normuon": 0.02,
-    "adamuon": 0.02,
     "soap": 0.005,
-    "shampoo": 0.005,
-    "dion": 0.02,
-    "scion": 0.02,
-    "spectral_lion": 0.02,
 }
-SLOW = ["soap", "shampoo", *(name for name in RATES if name not in ("soap", "shampoo"))]  # first
+SLOW = ["soap", *(name for name in RATES if name != "soap")]  # first
 COLOURS = ("#444444", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b6d00")
 COLOURS += ("#7f3fbf",)
 

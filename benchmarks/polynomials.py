@@ -156,7 +156,7 @@ def directions() -> tuple[Tensor, Tensor]:
 def quality() -> report.Table:
     rows: list[report.Row] = []
     u, v = directions()
-    names = ("keller", "polar_express", "s4", "nonic")
+    names = ("keller", "polar_express", "nonic")
     for kind, values in spectra().items():
         row: report.Row = {"spectrum": kind}
         for name in names:

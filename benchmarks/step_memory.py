@@ -3,8 +3,7 @@
 
 Every allocation of torch's CPU allocator during one step is added up (``CpuMeter``), on the rank
 that needs most: states, which stay, and the highest of what comes and goes. Beside them the
-library's own count of the latter (the ledger, which plans read too), and Muon in as much memory as
-it likes.
+library's own count of the latter (the ledger, which plans read too).
 
 A second table has gpt_1b on GPUs by plan, for more ranks than there are here.
 """
@@ -30,7 +29,6 @@ from benchmarks.workers import Options, in_processes
 
 LAYERS, WIDTH, HIDDEN = 12, 384, 1056
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)]
-UNBOUNDED = 1 << 40
 MIB = 2**20
 
 
@@ -78,7 +76,7 @@ CASES: dict[str, tuple[Callable[[nn.Module, DeviceMesh], None], int]] = {
     "hsdp": (sharded("hsdp"), 4),
     "hfsdp": (sharded("hfsdp"), 4),
 }
-OPTIMIZERS = ("AdamW", "Muon", "Muon, unbounded")
+OPTIMIZERS = ("AdamW", "Muon")
 
 
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
@@ -92,7 +90,7 @@ def figures_of(case: str, optimizer: str, mesh: DeviceMesh, tiny: bool) -> dict[
     from shardwise.core.memory import ledger
 
     torch.manual_seed(0)
-    settings = sw.muon(step_bytes=UNBOUNDED if "unbounded" in optimizer else None)
+    settings = sw.muon()
     with CpuMeter() as meter:
         model = nn.Sequential(*(Block() for _ in range(2 if tiny else LAYERS)))
         size = sum(p.nbytes for p in model.parameters())

@@ -9,7 +9,42 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.forms import Form, Polynomial
-from shardwise.optim.presets import PRESETS as PRESETS
+from shardwise.optim import presets
+
+# Those of the optimizer, and polynomials of other kinds: cubic, schatten4 with steps of degree 5.
+PRESETS = presets.PRESETS | {
+    "you": Polynomial(
+        name="you",
+        coefficients=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+    ),
+    "cubic": Polynomial(
+        name="cubic",
+        coefficients=(
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+    ),
+    "s4": Polynomial(
+        name="s4",
+        coefficients=(
+            (8.057942, -22.052186, 15.540709),
+            (3.926349, -2.753793, 0.497354),
+            (3.454472, -2.487546, 0.477513),
+            (2.511527, -1.852448, 0.438833),
+        ),
+        norm="schatten4",
+        safety=1.01,
+    ),
+}
 
 
 def singular_values(kind: str, rows: int, columns: int) -> Tensor:

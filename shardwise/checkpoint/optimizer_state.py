@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy
 import torch
@@ -26,9 +26,9 @@ from shardwise.core.compat import tree_leaves
 from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
 from shardwise.notices import warn_once
-from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
+from shardwise.optim.muon import MACHINE_SETTINGS
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.optim.storage import buffer_of, local_of
+from shardwise.optim.storage import buffer_of
 
 log = logging.getLogger(__name__)
 
@@ -370,7 +370,6 @@ class OptimizerLoad:
                 for one in self._checkpoint.manifest.names(name):
                     if (row := saved.parameters.get(one)) is not None:
                         rows.add(row)
-                        self._plan_momentum(parameter, name, group, saved.options[row])
                         break
             for row in sorted(rows):
                 _warn_of_objects(index, group, saved.described[row])
@@ -400,25 +399,6 @@ class OptimizerLoad:
                 self._writes.append(partial(current.copy_, new))
             elif key != "function":  # the functions are equal
                 self._writes.append(partial(group.__setitem__, key, values[0]))
-
-    def _plan_momentum(
-        self, parameter: Tensor, name: str, group: dict[str, Any], saved: dict[str, Any]
-    ) -> None:
-        """Plan to convert momentum that was saved in another form to the form of this group."""
-        form, saved_form = group.get("momentum_form"), saved.get("momentum_form")
-        if form == saved_form:
-            return
-        known = saved_form in get_args(MomentumForm) and type(saved.get("momentum")) is float
-        if form is None or saved_form is None or not known:  # of an optimizer of torch, for example
-            self.problems.append(f"'{name}' has momentum of an unknown form in it, or here")
-            return
-
-        def convert() -> None:
-            momentum = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                convert_momentum(local_of(momentum), saved["momentum"], saved_form, form)
-
-        self._writes.append(convert)
 
     def _problem_of(self, name: str, saved: Any, current: Any) -> None:
         self.problems.append(f"{name} is {shown(saved)} in it, {shown(current)} here")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import FutureKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,15 +21,12 @@ ALIGNMENT = 16  # Triton compiles other code for addresses and integers that are
 
 # The function that launches, its arguments before those of the kernel, and the constants after.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-# By kernel: compilations ahead of a launch (ahead.py), until the first launch.
-_ahead: dict[int, list[Any]] = {}
 _boxes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """``kernel[grid](*args, **constants)``. ``args``: the first parameters of the kernel;
-    ``constants``: all its other parameters, and Triton's options. For tensors without memory the
-    kernel is compiled and not launched."""
+    ``constants``: all its other parameters, and Triton's options."""
     if not isinstance(kernel, JITFunction):  # a kernel of Triton's interpreter
         kernel[grid](*args, **constants)
         return
@@ -42,12 +38,7 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
         launch, fixed, rest = known
         stream = torch._C._cuda_getCurrentRawStream(device)
         launch(*(*grid, 1, 1)[:3], stream, *fixed, *passed, *rest)
-    elif any(isinstance(value, Tensor) and value.is_meta for value in args):
-        _ahead.setdefault(id(kernel), []).append(kernel.warmup(*args, grid=grid, **constants))
     else:
-        for ahead in _ahead.pop(id(kernel), ()):  # one may be for these arguments
-            if isinstance(ahead, FutureKernel):
-                ahead.result()
         compiled = kernel[grid](*args, **constants)
         rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         # The arguments of ``compiled[grid](...)``, without the hooks of Triton's profiler.
@@ -69,7 +60,7 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         elif kind is float:
             kinds.append(float)
         elif isinstance(value, Tensor):
-            kinds += (value.dtype, value.is_meta)
+            kinds.append(value.dtype)
             value = value.data_ptr()
             kinds.append(value % ALIGNMENT == 0)
         elif hasattr(value, "block_shape"):  # a descriptor of Triton or of Gluon

@@ -17,7 +17,6 @@ needs is guessed from a sample; after a bad guess the values are written again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 import triton
@@ -30,17 +29,8 @@ from shardwise.kernels.normalise import reference as normalised
 from shardwise.kernels.packed import BLOCK, Packed
 from shardwise.kernels.tables import Matrices, addresses
 
-# ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov applies the same step once more.
-Rule = Literal["ema", "sum"]
-
 WIRE = tl.constexpr(0)  # a fourth kind of work, beside SAMPLE, PASS and SETTLE
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def gradient_weight(beta: float, rule: Rule) -> float:
-    if rule not in get_args(Rule):
-        raise ValueError(f"momentum rule {rule!r}: choose from {', '.join(get_args(Rule))}")
-    return 1 - beta if rule == "ema" else 1.0
 
 
 def reference(
@@ -48,12 +38,11 @@ def reference(
     state: Tensor,
     *,
     beta: float,
-    rule: Rule,
     nesterov: bool,
     clip: Tensor | None = None,
 ) -> Tensor:
     """Update ``state`` in place and return the momentum in fp32: the definition of the kernels."""
-    weight = gradient_weight(beta, rule)
+    weight = 1 - beta
     scaled = grad.float() if clip is None else grad.float() * clip[0]
     if clip is None or not clip[1]:
         state.copy_(beta * state + weight * scaled)
@@ -65,13 +54,12 @@ def pack_reference(
     states: Sequence[Tensor],
     *,
     beta: float,
-    rule: Rule = "ema",
     nesterov: bool = True,
     clip: Tensor | None = None,
 ) -> Packed:
     """:func:`pack` by definition, on any device."""
     momenta = [
-        reference(grad, state, beta=beta, rule=rule, nesterov=nesterov, clip=clip)
+        reference(grad, state, beta=beta, nesterov=nesterov, clip=clip)
         for grad, state in zip(grads, states, strict=True)
     ]
     return normalised(torch.stack(momenta))
@@ -161,7 +149,6 @@ def accumulate(
     outs: Sequence[Tensor],
     *,
     beta: float,
-    rule: Rule = "ema",
     nesterov: bool = True,
     clip: Tensor | None = None,
 ) -> None:
@@ -169,7 +156,7 @@ def accumulate(
 
     ``clip`` [2]: the factor of the gradients; and 1 if states must not change, else 0.
     """
-    weight = gradient_weight(beta, rule)
+    weight = 1 - beta
     if not grads:
         return
     table = addresses([grads, states, outs])
@@ -190,7 +177,6 @@ def pack(
     states: Sequence[Tensor],
     *,
     beta: float,
-    rule: Rule = "ema",
     nesterov: bool = True,
     dtype: torch.dtype = torch.float16,
     clip: Tensor | None = None,
@@ -199,7 +185,7 @@ def pack(
 
     ``clip``: see :func:`accumulate`.
     """
-    weight = gradient_weight(beta, rule)
+    weight = 1 - beta
     first = grads[0]
     shapes = {tuple(grad.shape) for grad in ([first] if isinstance(grads, Matrices) else grads)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:

@@ -135,7 +135,11 @@ def iterate(
     # Contiguous, because the rounding of products depends on the strides.
     x = (matrices.mT if tall else matrices).contiguous().to(wide)
     x, gram = _normalised(x, polynomial, dtype or wide)
-    x = iterate_direct(x, gram, polynomial) if form == "direct" else _gram(x, gram, polynomial)
+    x = (
+        iterate_direct(x, gram, polynomial)
+        if form == "direct"
+        else iterate_gram(x, gram, polynomial)
+    )
     return (x.mT if tall else x).to(wide).contiguous()
 
 
@@ -157,21 +161,22 @@ def _normalised(x: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> tuple[
     return (x / bound).to(dtype), (gram / bound**2).to(dtype)
 
 
-def iterate_direct(
+def iterate_direct(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
+    """The direct form from a normalised ``x`` [..., m, n] and its Gram."""
+    for index, step in enumerate(polynomial.coefficients):
+        if index:
+            gram = x @ x.mT
+        x = step[0] * x + _evaluate(gram, step, constant=False) @ x
+    return x
+
+
+def iterate_gram(
     x: Tensor,
     gram: Tensor,
     polynomial: Polynomial,
     gram_of: Callable[[Tensor], Tensor] = lambda x: x @ x.mT,
 ) -> Tensor:
-    """The direct form from a normalised ``x`` [..., m, n] and its Gram."""
-    for index, step in enumerate(polynomial.coefficients):
-        if index:
-            gram = gram_of(x)
-        x = step[0] * x + _evaluate(gram, step, constant=False) @ x
-    return x
-
-
-def _gram(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
+    """The Gram form from a normalised ``x`` [..., m, n] and its Gram."""
     product: Tensor | None = None  # the product of the polynomials since x was formed
     for number, step in enumerate(polynomial.coefficients, start=1):
         z = _evaluate(gram, step)
@@ -180,7 +185,7 @@ def _gram(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
             break
         if number == polynomial.first_steps("block"):
             x, product = product @ x, None
-            gram = x @ x.mT
+            gram = gram_of(x)
         else:
             gram = z @ (gram @ z)
     assert product is not None, "a polynomial has one step or more"

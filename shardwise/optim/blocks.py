@@ -4,6 +4,7 @@ orthogonalise them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +12,23 @@ from torch import Tensor
 
 from shardwise.core import comm
 from shardwise.kernels.forms import Polynomial
-from shardwise.kernels.newton_schulz import iterate_direct
-from shardwise.optim.presets import Form, newton_schulz
+from shardwise.kernels.newton_schulz import iterate_gram
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Matrices that tensor parallelism cut into blocks of rows (dim 0) or columns (1) over an axis.
 
-        duplicated    blocks --all-gather--> the whole matrix on every rank, orthogonalised t times;
-                      each rank keeps its block. Exact.
-        distributed   X' X (rows cut) or X X' (columns cut) is a sum over blocks: one all-reduce per
-                      step of the iteration, and blocks never move. Exact up to rounding.
+        duplicated    blocks go to the ranks of the axis, which orthogonalise an equal number of
+                      whole matrices each; the blocks come back. Exact.
+        distributed   X' X (rows cut) or X X' (columns cut) is a sum over blocks: one all-reduce
+                      before the first step of the iteration and one at the restart, and blocks
+                      never move. Exact up to rounding.
         blockwise     every block is orthogonalised as if it were a matrix. This is another
-                      optimizer, with another scale.
+                      optimizer, with another scale; the blocks are not cut.
 
-    Elements that a rank sends for one m x n matrix, with t ranks: duplicated (t-1)/t m n;
-    distributed 2 (t-1)/t m^2 per step, where m is the side that is not cut.
+    Elements that a rank sends for one m x n matrix, with t ranks: duplicated 2 (t-1)/t^2 m n;
+    distributed 4 (t-1)/t m^2, where m is the side that is not cut.
     """
 
     axis: comm.Axis
@@ -35,20 +36,9 @@ class Blocks:
     mode: str
 
     def whole_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """The shape that decides the scale: that of the whole matrix, or of the block if
-        blockwise."""
-        if self.mode == "blockwise":
-            return rows, cols
+        """The shape of the whole matrix, of which [rows, cols] is a block."""
         size = self.axis.size
         return (rows * size, cols) if self.dim == 0 else (rows, cols * size)
-
-    def orthogonalise(self, batch: Tensor, polynomial: Polynomial, form: Form) -> Tensor:
-        """This rank's blocks [count, rows, cols] of the orthogonalised matrices."""
-        if self.mode == "blockwise":
-            return newton_schulz(batch, polynomial, form=form)
-        if self.mode == "distributed":
-            return self._distributed(batch, polynomial)
-        return self.take(newton_schulz(self.gather(batch), polynomial, form=form))
 
     def gather(self, batch: Tensor) -> Tensor:
         """The whole matrices [count, m, n] of every rank's blocks (collective)."""
@@ -60,8 +50,25 @@ class Blocks:
         """This rank's blocks of whole matrices."""
         return whole.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
 
-    def _distributed(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
-        """The direct form, with Gram matrices over the side that is not cut."""
+    def divided(self, batch: Tensor, compute: Callable[[Tensor], Tensor], turn: int = 0) -> Tensor:
+        """This rank's blocks of the computed matrices, of which each rank computes a part. The rank
+        ``turn`` begins, so that single matrices go to one rank after another."""
+        count, size, numel = len(batch), self.axis.size, batch[0].numel()
+        counts = [len(range((rank - turn) % size, count, size)) for rank in range(size)]
+        mine = counts[self.axis.rank]
+        here, there = [mine * numel] * size, [number * numel for number in counts]
+        blocks = batch.new_empty((size, mine, *batch.shape[1:]))
+        sent = batch.contiguous().view(-1)
+        comm.all_to_all(blocks.view(-1), sent, here, there, self.axis).wait()
+        computed = compute(torch.cat(blocks.unbind(), dim=1 + self.dim))
+        sent = torch.stack(computed.chunk(size, dim=1 + self.dim)).view(-1)
+        found = computed.new_empty(batch.shape)
+        comm.all_to_all(found.view(-1), sent, there, here, self.axis).wait()
+        return found
+
+    def orthogonalise(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
+        """This rank's blocks of the orthogonalised matrices, in the Gram form, with Gram matrices
+        over the side that is not cut."""
         x = batch.float()
         if self.dim == 0:  # transposed, blocks of rows are blocks of columns
             x = x.mT
@@ -76,7 +83,7 @@ class Blocks:
         else:  # the trace of X X' is the sum of all squares
             bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
         bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
-        x = iterate_direct(x / bound, gram / bound**2, polynomial, self._gram)
+        x = iterate_gram(x / bound, gram / bound**2, polynomial, self._gram)
         return (x.mT if self.dim == 0 else x).contiguous()
 
     def _gram(self, x: Tensor) -> Tensor:

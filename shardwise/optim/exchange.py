@@ -68,17 +68,15 @@ class Batch:
 
 # Writes the flat elements of each span, from which matrices are computed, into the given memory.
 Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
-Compute = Callable[[Batch], Tensor]  # new memory of the same shape
+# The computed matrices of every batch of a round, in new memory.
+Compute = Callable[[list[Batch]], list[Tensor]]
 
 
 class _Leg:
     """One all-to-all of a round: the parts that this rank sends and receives, by peer."""
 
-    def __init__(
-        self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part], *, coded: bool
-    ) -> None:
-        """``coded``: parts travel in fp16, each after the exponent that scales it."""
-        self.axis, self.coded = axis, coded
+    def __init__(self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        self.axis = axis
         # Sender and receiver both sort by peer, then by matrix.
         self.sends, self.receives = sorted(sends), sorted(receives)
         self.send_lengths = [hi - lo for _, _, lo, hi in self.sends]
@@ -86,7 +84,7 @@ class _Leg:
         self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
         for sizes, parts in ((self.send_sizes, sends), (self.receive_sizes, receives)):
             for peer, _, lo, hi in parts:
-                sizes[peer] += hi - lo + coded
+                sizes[peer] += hi - lo
 
 
 @dataclass(eq=False)
@@ -140,15 +138,13 @@ class Exchange:
         replicas: comm.Axis | None,
         device: torch.device,
         *,
-        wire: str = "fp32",
-        step_bytes: int | None = None,
         results: torch.dtype = torch.float32,
-        work: Callable[[Matrix], int] | None = None,
+        apart: Sequence[int] = (),
     ) -> None:
         """``shards``: the ranks that store different pieces; ``replicas``: the ranks that store the
         same pieces and compute different matrices; ``results``: the dtype of computed matrices;
-        ``step_bytes``, ``work``: see ``assign_owners``."""
-        self.matrices, self.device, self.wire = list(matrices), device, wire
+        ``apart``: a number of each parameter; those of different numbers share no batch."""
+        self.matrices, self.device, self.apart = list(matrices), device, apart
         self.shards, self.replicas, self.results = shards, replicas, results
         self.rank = shards.rank if shards is not None else 0
         self.replica = replicas.rank if replicas is not None else 0
@@ -156,8 +152,6 @@ class Exchange:
             self.matrices,
             shards.size if shards is not None else 1,
             replicas.size if replicas is not None else 1,
-            step_bytes=step_bytes,
-            work=work,
             result_width=results.itemsize,
         )
         # By matrix: the parts [lo, hi) that this rank stores. Matrices that are cut alike share
@@ -168,12 +162,12 @@ class Exchange:
             for key, pieces in pieces_of.items()
         }
         self.stored = [stored[id(matrix.pieces)] for matrix in self.matrices]
-        begins: dict[int, int] = {}  # by parameter: the first element that this rank stores
+        self.begins: dict[int, int] = {}  # by parameter: the first element that this rank stores
         for matrix, parts in zip(self.matrices, self.stored, strict=True):
             for lo, _ in parts:
-                begins.setdefault(matrix.parameter, matrix.start + lo)
+                self.begins.setdefault(matrix.parameter, matrix.start + lo)
         # By matrix: its start, counted from the beginning of this rank's part of the parameter.
-        self.offsets = [m.start - begins.get(m.parameter, 0) for m in self.matrices]
+        self.offsets = [m.start - self.begins.get(m.parameter, 0) for m in self.matrices]
         self.excluded: frozenset[int] = frozenset()  # local matrices that the caller computes
         self.lanes = Lanes(device)
 
@@ -192,7 +186,6 @@ class Exchange:
         computed = [index for index in members if owners[index][0] == self.replica]
         owned = [index for index in computed if owners[index][1] == self.rank]
         to_owners = back = to_replicas = None
-        coded = self.wire == "fp16" and self.results == torch.float32
         if self.shards is not None and any(map(self.ownership.remote_pieces, computed)):
             sends = [
                 (owners[index][1], index, lo, hi)
@@ -205,8 +198,8 @@ class Exchange:
                 for index in owned
                 for rank, lo, hi in self.ownership.remote_pieces(index)
             ]
-            to_owners = _Leg(self.shards, sends, receives, coded=self.wire == "fp16")
-            back = _Leg(self.shards, receives, sends, coded=coded)
+            to_owners = _Leg(self.shards, sends, receives)
+            back = _Leg(self.shards, receives, sends)
         if self.replicas is not None:
             missing = [
                 (owners[index][0], index, lo, hi)
@@ -221,21 +214,22 @@ class Exchange:
                 for index in computed
                 for lo, hi in self.stored[index]
             ]
-            to_replicas = _Leg(self.replicas, shared, missing, coded=coded)
+            to_replicas = _Leg(self.replicas, shared, missing)
         kept = [(index, lo, hi) for index in owned for lo, hi in self.stored[index]]
         sent = self._spans(to_owners.sends if to_owners else [], mine=True)
         mine = sent + [self._span(*part, mine=True) for part in kept]
         elsewhere = self._spans(to_replicas.receives if to_replicas else [], mine=False)
-        batches: dict[tuple[int, int], list[Key]] = {}
+        batches: dict[tuple[tuple[int, int], int], list[Key]] = {}
         for index in owned:
+            apart = self.apart[self.matrices[index].parameter] if self.apart else 0
             for number, shape in enumerate(self.matrices[index].shapes):
-                batches.setdefault(shape, []).append((index, number))
+                batches.setdefault((shape, apart), []).append((index, number))
         return _Round(
             spans=mine + elsewhere,
             num_sent=len(sent),
             num_mine=len(mine),
             kept=kept,
-            batches=list(batches.items()),
+            batches=[(shape, keys) for (shape, _), keys in batches.items()],
             to_owners=to_owners,
             back=back,
             to_replicas=to_replicas,
@@ -267,7 +261,7 @@ class Exchange:
         axes = [a for a in (self.shards, self.replicas) if a is not None and not a.pretends]
         if not axes:
             return  # in a plan, which saves the time of a digest of thousands of matrices
-        plan = (self.ownership.digest, self.wire, str(self.results))
+        plan = (self.ownership.digest, str(self.results))
         for axis in axes:
             for rank, other in enumerate(comm.agree(plan, axis)):
                 if other != plan:
@@ -318,8 +312,6 @@ class Exchange:
         begin(round_.spans[: round_.num_mine], [*sent.split(sent_lengths), *kept])
         transfer = None
         if round_.to_owners is not None:
-            if round_.to_owners.coded:
-                sent = self._encode(sent.split(round_.to_owners.send_lengths))
             transfer = self._send(round_.to_owners, sent)
         del sent
         yield None
@@ -335,7 +327,7 @@ class Exchange:
         # 4. Send back the rows that other ranks store, and keep the rows that this rank stores.
         if round_.back is not None:
             parts = [results[index][lo:hi] for _, index, lo, hi in round_.back.sends]
-            transfer = self._send(round_.back, self._joined(parts, round_.back.coded))
+            transfer = self._send(round_.back, self._joined(parts))
             del parts
         values = [results[index][lo:hi] for index, lo, hi in round_.kept]
         if self.communicates:  # a copy, so that the whole matrices are freed
@@ -350,9 +342,10 @@ class Exchange:
             del received
         transfer = None
         if round_.to_replicas is not None:
-            parts = [values[number] for number in round_.by_matrix]
-            transfer = self._send_to_replicas(round_.to_replicas, parts)
-            del parts
+            parts = [values[number] for number in round_.by_matrix]  # the same for every replica
+            sent = self._joined(parts * (round_.to_replicas.axis.size - 1))
+            transfer = self._send(round_.to_replicas, sent)
+            del parts, sent
         yield None
         # 6. Wait for the results of other replicas.
         received = self._receive(transfer)
@@ -391,8 +384,8 @@ class Exchange:
     def _compute(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
         """The results, flat, by matrix."""
         results: dict[int, Tensor] = {}
-        for batch in batches:
-            computed = counted(compute(batch), KIND)
+        for batch, computed in zip(batches, compute(batches), strict=True):
+            counted(computed, KIND)
             for (index, number), value in zip(batch.keys, computed, strict=True):
                 matrix = self.matrices[index]
                 if not matrix.sizes:
@@ -402,14 +395,6 @@ class Exchange:
                     results[index] = self._empty(matrix.numel, dtype=computed.dtype)
                 matrix.put(results[index].view(matrix.rows, matrix.cols), number, value)
         return results
-
-    def _send_to_replicas(self, leg: _Leg, parts: list[Tensor]) -> _Transfer:
-        """Send the same parts to every other replica."""
-        num_peers = leg.axis.size - 1
-        if leg.coded:  # by part of the leg: a span may be several
-            lengths = leg.send_lengths[: len(leg.sends) // num_peers]
-            parts = [self._encode(self._joined(parts).split(lengths))]
-        return self._send(leg, self._joined(parts * num_peers))
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)
@@ -433,32 +418,10 @@ class Exchange:
         transfer.pending.wait()
         self.lanes.wait("compute", transfer.event)
         transfer.sent = None
-        if transfer.leg.coded:
-            return self._decode(transfer.received, transfer.leg.receive_lengths)
         return transfer.received
 
-    def _joined(self, parts: Sequence[Tensor], coded: bool = False) -> Tensor:
-        """Results one after another, encoded if ``coded``."""
-        if coded:
-            return self._encode(parts)
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Results one after another."""
         if not parts:
             return torch.empty(0, dtype=self.results, device=self.device)
         return counted(torch.cat(list(parts)), KIND)
-
-    def _encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts one after another in fp16. Each part is scaled by a power of two, so that its
-        largest element comes near the largest fp16 number, and follows its exponent."""
-        encoded = [torch.empty(0, dtype=torch.float16, device=self.device)]
-        for part in parts:
-            exponent = torch.frexp(part.abs().amax()).exponent.clamp(-100, 126)
-            encoded.append(exponent.to(torch.float16).view(1))
-            encoded.append(torch.ldexp(part, _FP16_TOP - exponent).to(torch.float16))
-        return counted(torch.cat(encoded), KIND)
-
-    def _decode(self, received: Tensor, lengths: Sequence[int]) -> Tensor:
-        parts = received.split([length + 1 for length in lengths])
-        decoded = [torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in parts]
-        return counted(torch.cat([torch.empty(0, device=self.device), *decoded]), KIND)
-
-
-_FP16_TOP = 15  # scaled values stay below 2^15; fp16 ends at 65504

@@ -12,10 +12,10 @@ zeros in the exchange of matrices. That all ranks have the same gradients is the
 engine packs NaN for a gradient that only some ranks have.
 
 **Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks
-store different elements. So the norm, and the clipped gradient, is the same float32 for every
-sharding. Replicas store the same gradients and are not added. Ranks outside the mesh of experts
-store other experts and are added. Ranks outside the mesh of a DTensor store copies and are not
-added. A NaN or an infinity on any rank makes the norm so on every rank.
+store different elements. The sums have another order for another sharding, which in float64 nearly
+never changes the float32 norm. Replicas store the same gradients and are not added. Ranks outside
+the mesh of experts store other experts and are added. Ranks outside the mesh of a DTensor store
+copies and are not added. A NaN or an infinity on any rank makes the norm so on every rank.
 """
 
 from __future__ import annotations
@@ -116,25 +116,20 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # ------------------------------------------------------------------------------ of an optimizer
 
 
-class OptimizerGradients:
-    """The gradients of an optimizer's parameters."""
+def place_gradients(parameters: Sequence[Tensor]) -> None:
+    """Bring gradients that are not placed like their parameters to their places (collective for
+    these; those of a backward need none)."""
+    for parameter in parameters:
+        _place_gradient(parameter)
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = list(parameters)
 
-    def place(self) -> None:
-        """Bring gradients that are not placed like their parameters to their places (collective
-        for these; those of a backward need none)."""
-        for parameter in self.parameters:
-            _place_gradient(parameter)
-
-    def widen(self) -> None:
-        """Convert gradients that are narrower than their weights (``Precision.gradients``) to the
-        weights' dtype, for steps without a kernel that reads narrow gradients."""
-        for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is not None and grad.dtype != parameter.dtype:
-                parameter.grad = grad.to(parameter.dtype)
+def widen_gradients(parameters: Sequence[Tensor]) -> None:
+    """Convert gradients that are narrower than their weights (``Precision.gradients``) to the
+    weights' dtype, for steps without a kernel that reads narrow gradients."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and grad.dtype != parameter.dtype:
+            parameter.grad = grad.to(parameter.dtype)
 
 
 def _place_gradient(parameter: Tensor) -> None:
@@ -176,11 +171,11 @@ class Clip:
         that the step must change nothing, else 0."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
-    def scale(self, gradients: OptimizerGradients) -> None:
+    def scale(self, parameters: Sequence[Tensor]) -> None:
         """Scale the gradients in place."""
-        gradients.widen()
+        widen_gradients(parameters)
         by_kind: dict[Any, list[Tensor]] = {}
-        for parameter in gradients.parameters:
+        for parameter in parameters:
             local = None if parameter.grad is None else local_of(parameter.grad)
             if local is not None and local.numel():
                 by_kind.setdefault((local.device, local.dtype), []).append(local)
@@ -189,7 +184,7 @@ class Clip:
 
 
 def measure_clip(
-    gradients: OptimizerGradients,
+    parameters: Sequence[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -202,9 +197,9 @@ def measure_clip(
         raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
-    refuse_unreduced(gradients.parameters, f"clip_grad_norm({max_norm})")
-    gradients.place()
-    norm, parts = _grad_norm(gradients.parameters, norm_type)
+    refuse_unreduced(parameters, f"clip_grad_norm({max_norm})")
+    place_gradients(parameters)
+    norm, parts = _grad_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
     return Clip(norm, max_norm, parts)

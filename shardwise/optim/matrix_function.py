@@ -10,11 +10,16 @@
 
     opt = sw.optimizer(model, matrix=heavy_ball(lr=0.1), elementwise=sw.adamw(lr=3e-4))
 
-``state`` holds tensors whose first dimension counts the matrices. The other dimensions are free:
-[n, rows, rows] for a preconditioner, [n] for a number. The library brings each gradient to the
-owner of its matrix, stores the state there, saves and loads the state under any strategy, and
-applies weight decay: ``heavy_ball(lr=0.1, weight_decay=0.01)``. Every option is a field of the
-parameter group, so schedulers and groups of ``add_param_group`` can change it.
+A call gets matrices of one shape and of one age, the number of steps that they have had. ``state``
+is empty exactly in their first step. After that it holds tensors whose first dimension counts the
+matrices, to be changed in place. The other dimensions are free: [n, rows, rows] for a
+preconditioner, [n] for a number. A function that has an option ``step`` gets the number of the
+step, an int that begins at 1.
+
+The library brings each gradient to the owner of its matrix, stores the state there, saves and loads
+the state under any strategy, and applies weight decay: ``heavy_ball(lr=0.1, weight_decay=0.01)``.
+Every option is a field of the parameter group, so schedulers and groups of ``add_param_group`` can
+change it.
 
 On a CPU the function gets one matrix at a time (n = 1), so its results do not depend on which
 matrices a rank owns. On a GPU it gets all matrices of one shape.
@@ -23,49 +28,59 @@ matrices a rank owns. On a GPU it gets all matrices of one shape.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from shardwise.optim.rules import Rule, State, Step, Template
 from shardwise.optim.settings import range_problems
-from shardwise.words import choice_problems
 
-State = dict[str, Tensor]
-Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by state: its shape and dtype
-_LIBRARY_OPTIONS = ("weight_decay", "wire")  # options that the library takes, not the function
-FUNCTIONS: dict[str, MatrixOptimizer] = {}  # by name; the last function of a name
-
-
-class FunctionName(str):
-    """The name of a matrix optimizer, with the optimizer: other functions may have the same name.
-
-    A parameter group holds a FunctionName. State dicts, checkpoints and pickles hold plain text."""
-
-    optimizer: MatrixOptimizer
-
-    def __reduce__(self) -> Any:
-        return str, (str(self),)
+STEP = "step"  # the option that the library fills with the number of the step
 
 
 @dataclass(frozen=True)
-class FunctionSettings:
+class FunctionSettings(Rule):
     """A matrix optimizer with its options; calling a :class:`MatrixOptimizer` returns it."""
 
     kind: ClassVar[str] = "function"
+    has_whole_states: ClassVar[bool] = True
 
-    function: str
+    optimizer: MatrixOptimizer = field(repr=False)
     lr: float
     weight_decay: float = 0.0
-    wire: Literal["fp32", "fp16"] = "fp32"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = range_problems(self) + choice_problems(self)
-        if problems:
+        if problems := range_problems(self):
             raise ValueError(f"{self.function}(...) cannot work: " + "; ".join(problems))
+
+    @property
+    def function(self) -> str:
+        return self.optimizer.name
+
+    @property
+    def exchange(self) -> Any:
+        return self.optimizer
+
+    def whole_states(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
+        return self.optimizer.template(rows, cols, settings)
+
+    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
+        if batch.is_meta:  # a plan, which has no values
+            return torch.zeros_like(batch)
+        _, rows, cols = batch.shape
+        template = self.optimizer.template(rows, cols, step.settings)
+        update = self.optimizer.run(batch, state, step.settings, step.age + 1)
+        problem = problem_of(self.function, batch, update, state, template)
+        if problem is None and step.age == 0:
+            problem = _not_finite(self.function, batch, update)
+        if problem is not None:
+            raise ValueError(problem)
+        return update
 
 
 class MatrixOptimizer:
@@ -78,16 +93,17 @@ class MatrixOptimizer:
         parameters = list(inspect.signature(function).parameters.values())
         positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        self.counts_steps = STEP in self.options
+        self.options.pop(STEP, None)
         variadic = [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        taken = [name for name in _LIBRARY_OPTIONS if name in self.options]
+        taken = "weight_decay" in self.options
         if len(positional) != 2 or variadic or "lr" not in self.options or taken:
             raise TypeError(
                 f"{self.name}{inspect.signature(function)}: a matrix optimizer takes (gradient, "
                 f"state, *, lr, ...), with options by keyword, and without *args, **kwargs and "
-                f"{' and '.join(_LIBRARY_OPTIONS)}, which the library takes"
+                f"weight_decay, which the library takes"
             )
         self._templates: dict[Any, Template] = {}
-        FUNCTIONS[self.name] = self
 
     def __repr__(self) -> str:
         return f"{self.name}{inspect.signature(self.function)}"
@@ -99,69 +115,53 @@ class MatrixOptimizer:
                 f"{self.name}(...) takes options by keyword, as in {self.name}(lr=0.01), and "
                 f"returns settings for sw.optimizer; the plain function is {self.name}.function"
             )
-        known = (*self.options, *_LIBRARY_OPTIONS)
+        known = (*self.options, "weight_decay")
         unknown = [name for name in options if name not in known]
         filled = {name: options.get(name, default) for name, default in self.options.items()}
         missing = [name for name, value in filled.items() if value is inspect.Parameter.empty]
         if unknown or missing:
             wrong = f"{', '.join(unknown)} is unknown" if unknown else f"{missing[0]} is missing"
             raise TypeError(f"{self.name}(...): {wrong}; it takes {', '.join(known)}")
-        given = {name: options[name] for name in _LIBRARY_OPTIONS if name in options}
-        lr, name = filled.pop("lr"), FunctionName(self.name)
-        name.optimizer = self
-        return FunctionSettings(function=name, lr=lr, options=filled, **given)
+        decay = options.get("weight_decay", 0.0)
+        return FunctionSettings(self, lr=filled.pop("lr"), weight_decay=decay, options=filled)
 
-    def run(self, gradient: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
+    def run(
+        self, gradient: Tensor, state: State, settings: Mapping[str, Any], step: int = 1
+    ) -> Tensor:
         """The update of a batch, with the options in its parameter group."""
-        options = {name: group[name] for name in self.options}
+        options = {name: settings[name] for name in self.options}
+        if self.counts_steps:
+            options[STEP] = step
         return self.function(gradient, state, **options)
+
+    def template(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
+        """The states of one matrix [rows, cols]; raises the fault of a function that cannot work.
+
+        The function runs once on the meta device, or on zeros if it reads values."""
+        # Without the learning rate, which schedulers change in every step: no shape depends on it.
+        others = {name: settings[name] for name in self.options if name != "lr"}
+        key = rows, cols, repr(others)
+        if key not in self._templates:
+            self._templates[key] = self._run_once(rows, cols, settings)
+        return self._templates[key]
+
+    def _run_once(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
+        state: State = {}
+        try:
+            gradient = torch.zeros(1, rows, cols, device="meta")
+            update = self.run(gradient, state, settings)
+        except (NotImplementedError, RuntimeError, ValueError):  # the function reads values
+            state, gradient = {}, torch.zeros(1, rows, cols)
+            update = self.run(gradient, state, settings)
+        problem = problem_of(self.name, gradient, update, state)
+        if problem is not None:
+            raise ValueError(problem)
+        return _template_of_state(state)
 
 
 def matrix_optimizer(function: Callable[..., Tensor]) -> MatrixOptimizer:
     """Make a function of whole matrices an optimizer of sharded models; see the module's text."""
     return MatrixOptimizer(function)
-
-
-def function_of(group: Mapping[str, Any]) -> MatrixOptimizer:
-    """The optimizer that ``group["function"]`` names."""
-    name = group["function"]
-    if isinstance(name, FunctionName):
-        return name.optimizer
-    if name not in FUNCTIONS:
-        raise ValueError(
-            f"this process has no matrix optimizer {name!r}: import the file that defines it "
-            f"(imported so far: {', '.join(sorted(FUNCTIONS)) or 'none'})"
-        )
-    return FUNCTIONS[name]
-
-
-def template_of(rows: int, cols: int, group: Mapping[str, Any]) -> Template:
-    """The states of one matrix [rows, cols]; raises the fault of a function that cannot work.
-
-    The function runs once on the meta device, or on zeros if it reads values."""
-    function = function_of(group)
-    options = {name: group[name] for name in function.options}
-    # Without the learning rate, which schedulers change in every step: no shape depends on it.
-    key = rows, cols, repr({name: value for name, value in options.items() if name != "lr"})
-    if key not in function._templates:
-        function._templates[key] = _template(function, rows, cols, options)
-    return function._templates[key]
-
-
-def _template(
-    function: MatrixOptimizer, rows: int, cols: int, options: Mapping[str, Any]
-) -> Template:
-    state: State = {}
-    try:
-        gradient = torch.zeros(1, rows, cols, device="meta")
-        update = function.run(gradient, state, options)
-    except (NotImplementedError, RuntimeError, ValueError):  # the function reads values
-        state, gradient = {}, torch.zeros(1, rows, cols)
-        update = function.run(gradient, state, options)
-    problem = problem_of(function.name, gradient, update, state)
-    if problem is not None:
-        raise ValueError(problem)
-    return _template_of_state(state)
 
 
 def problem_of(
@@ -193,3 +193,14 @@ def problem_of(
 
 def _template_of_state(state: State) -> Template:
     return {name: (tuple(value.shape[1:]), value.dtype) for name, value in state.items()}
+
+
+def _not_finite(name: str, gradient: Tensor, update: Tensor) -> str | None:
+    """The problem of an update that is not finite, or None."""
+    if bool(torch.isfinite(update).all()):
+        return None
+    kind = "finite" if math.isfinite(float(gradient.abs().amax())) else "NaN or infinite"
+    return (
+        f"{name}, for {kind} gradients {list(gradient.shape)}, returned NaN or infinity in its "
+        f"first step: look at its divisions and roots, or at the loss"
+    )

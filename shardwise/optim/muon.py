@@ -1,94 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's settings, and its arithmetic as pure functions over lists of pieces.
+"""Muon: the orthogonalised momentum. The rule that all others can be copied from.
 
-    momentum      ema   m = mu m + (1 - mu) g        sum   m = mu m + g
-    Nesterov            g and m, mixed once more in the same way
-    orthogonalise       the whole matrix (newton_schulz), times a scale that depends on its shape
-    weight decay        decoupled, with the plain lr, before the update; "cautious": only where the
-                        update agrees with the weight's sign
+    before     momentum m = mu m + (1 - mu) g; Nesterov mixes g and m once more in the same way
+    compute    the orthogonal factor of the whole matrix, times a scale that depends on its shape
+    after      decoupled weight decay with the plain lr ("cautious": only where the update agrees
+               with the weight's sign), then weights -= lr * updates
 
-All but the orthogonalisation works element by element, so it runs on any piece of a parameter.
+Each hook runs by torch, or by Triton kernels on GPUs that have them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.core.memory import held
-from shardwise.kernels import newton_schulz
-from shardwise.kernels.ahead import planned
+from shardwise.core.memory import counted, held
+from shardwise.kernels import newton_schulz as kernels
 from shardwise.kernels.forms import Polynomial, choose, num_grams
 from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
-from shardwise.optim.presets import DEFAULT, Form, polynomial_of
+from shardwise.optim.blocks import Blocks
+from shardwise.optim.exchange import KIND
+from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of
+from shardwise.optim.rules import Rule, State, Step
 from shardwise.optim.settings import range_problems
 from shardwise.words import choice_problems
 
-MomentumForm = Literal["ema", "sum"]
-
-# The factor on the learning rate of a matrix [out, in]. Other libraries use other names.
-SCALES = {
-    "spectral": lambda out, in_: math.sqrt(max(1.0, out / in_)),  # torch's "original"
-    "match_rms_adamw": lambda out, in_: 0.2 * math.sqrt(max(out, in_)),  # Moonlight's
-    "unit_rms": lambda out, in_: math.sqrt(out / in_),  # inputs of RMS 1 change outputs by RMS lr
+# The factor on the learning rate of a matrix [out, in].
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda out, in_: math.sqrt(max(1.0, out / in_)),  # Keller Jordan's, and torch's
+    "match_rms_adamw": lambda out, in_: 0.2 * math.sqrt(max(out, in_)),  # Moonshot's, and torch's
+    "unit_rms_norm": lambda out, in_: math.sqrt(out / in_),  # inputs of RMS 1 move outputs by lr
+    "max_side": lambda out, in_: math.sqrt(max(out, in_)),  # Megatron's "spectral"
     "none": lambda out, in_: 1.0,
 }
+# Names that two libraries use for different factors.
+_AMBIGUOUS = ("spectral", "spectral_norm")
 
 
 @dataclass(frozen=True)
-class MuonSettings:
-    """Settings of Muon for the matrices of a model; ``sw.muon(...)`` is this class.
-
-    A parameter group of the optimizer, and with it a checkpoint, holds these fields under the same
-    names.
+class MuonSettings(Rule):
+    """Muon for the matrices of a model; ``sw.muon(...)`` is this class.
 
     Args:
         lr: the learning rate; ``scale`` decides the size of the update that it multiplies.
-        momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, with buffers that
-            differ by ``1 / (1 - momentum)``. Saved in checkpoints; buffers are converted on load.
         decay: "cautious" decays only where the update has the weight's sign.
-        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
-        form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
-        scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
-            "unit_rms" sqrt(out/in), or "none"; for the shape of the whole matrix.
-        wire: the dtype of matrices between ranks; "fp16" (scaled by powers of two) halves the
-            bytes and rounds.
-        tensor_parallel: for weights cut by tensor parallelism: whole matrices on every rank
-            ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
+        preset: the polynomials of Newton-Schulz: nonic, polar_express, keller, or a
+            :class:`Polynomial`.
+        scale: "original" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
+            "unit_rms_norm" sqrt(out/in), "max_side" sqrt(max(out, in)), or "none"; for the shape
+            of the whole matrix.
+        tensor_parallel: for weights cut by tensor parallelism: whole matrices, divided among the
+            ranks ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
             rounding), or each rank's block alone ("blockwise", another optimizer).
         replicas: ranks that store the same shards divide the matrices and "spread" the results
             (one replica stores each gradient and momentum, and about as much is sent as an
             all-reduce of gradients would send), or every replica "repeat"s all work.
-        step_bytes: the memory that a step may take on a rank beside states. It bounds how many
-            matrices are exchanged and computed at a time; at least one is. None: states and step
-            together take no more than AdamW's states.
     """
 
     kind: ClassVar[str] = "matrix"
+    row_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    has_kernels: ClassVar[bool] = True
 
     lr: float = 0.02
     _: KW_ONLY
     momentum: float = 0.95
-    momentum_form: MomentumForm = "ema"
     nesterov: bool = True
     weight_decay: float = 0.0
     decay: Literal["plain", "cautious"] = "plain"
     preset: str | Polynomial = DEFAULT
-    form: Form = "auto"
-    scale: Literal["spectral", "match_rms_adamw", "unit_rms", "none"] = "spectral"
-    wire: Literal["fp32", "fp16"] = "fp32"
+    scale: Literal["original", "match_rms_adamw", "unit_rms_norm", "max_side", "none"] = "original"
     tensor_parallel: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
     replicas: Literal["spread", "repeat"] = "spread"
-    step_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        problems = range_problems(self) + choice_problems(self)
+        problems = range_problems(self)
+        if self.scale in _AMBIGUOUS:
+            problems.append(
+                f"scale={self.scale!r} means sqrt(max(1, out/in)) to some libraries and "
+                f"sqrt(max(out, in)) to others (Megatron): say 'original' for the first, "
+                f"'max_side' for the second, or 'unit_rms_norm' for sqrt(out/in)"
+            )
+        else:
+            problems += choice_problems(self)
         try:
             polynomial_of(self.preset)
         except ValueError as error:
@@ -100,88 +99,113 @@ class MuonSettings:
     def polynomial(self) -> Polynomial:
         return polynomial_of(self.preset)
 
+    @property
+    def exchange(self) -> Any:
+        return type(self), self.tensor_parallel, self.replicas
+
+    def alike(self, settings: Mapping[str, Any]) -> Hashable:
+        return settings["preset"], settings["scale"]
+
+    def factor(self, rows: int, cols: int, settings: Mapping[str, Any]) -> float:
+        return SCALES[settings["scale"]](rows, cols)
+
+    # ------------------------------------------------------------------ the hooks
+
+    def before(
+        self,
+        gradients: list[Tensor],
+        states: dict[str, list[Tensor]],
+        places: list[Tensor],
+        step: Step,
+    ) -> None:
+        buffers, settings = states["momentum_buffer"], step.settings
+        if step.by_kernels:
+            if not buffers[0].is_meta:
+                from shardwise.kernels.momentum import accumulate
+
+                accumulate(gradients, buffers, places, clip=step.clip, **_momentum(settings))
+            return
+        torch._foreach_lerp_(buffers, gradients, 1 - settings["momentum"])
+        if settings["nesterov"]:
+            mixed = torch._foreach_lerp(gradients, buffers, settings["momentum"])
+            buffers = [counted(update, KIND) for update in mixed]
+        torch._foreach_copy_(places, buffers)
+
+    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
+        count, rows, cols = batch.shape
+        polynomial = polynomial_of(step.settings["preset"])
+        nbytes = workspace_bytes(count, rows, cols, polynomial, step.by_kernels)
+        if step.narrow:
+            packed = _packed(batch)
+            del batch  # its memory is free for the workspace
+            with held(nbytes, KIND):
+                return _orthogonalised(packed, polynomial)
+        with held(nbytes, KIND):
+            if batch.is_meta:  # a plan, which has no values
+                return torch.empty_like(batch)
+            factor = self.factor(rows, cols, step.settings)
+            return newton_schulz(batch, polynomial).mul_(factor)
+
+    def compute_blocks(self, batch: Tensor, blocks: Blocks, step: Step) -> Tensor:
+        polynomial = polynomial_of(step.settings["preset"])
+        factor = self.factor(*blocks.whole_shape(*batch.shape[1:]), step.settings)
+        return blocks.orthogonalise(batch, polynomial).mul_(factor)
+
+    def after(self, weights: list[Tensor], updates: list[Tensor], step: Step) -> None:
+        settings = step.settings
+        if step.by_kernels:
+            _apply(weights, updates, step, step.scale)
+            return
+        if step.scale != 1.0:
+            updates = [update.float().mul_(step.scale) for update in updates]
+        lr, weight_decay = float(settings["lr"]), settings["weight_decay"]
+        if weight_decay and settings["decay"] == "cautious":
+            for weight, update in zip(weights, updates, strict=True):
+                agrees = (weight * update > 0).to(weight.dtype)
+                weight.addcmul_(weight, agrees, value=-lr * weight_decay)
+        elif weight_decay:
+            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        torch._foreach_add_(weights, updates, alpha=-lr)
+
+    def whole(
+        self,
+        gradients: Matrices,
+        states: dict[str, Matrices],
+        weights: Matrices,
+        most_bytes: int,
+        step: Step,
+    ) -> None:
+        """In three passes: pack (momentum, Nesterov, norm and cast, from gradients into an fp16
+        batch), orthogonalise (the batch, in place), apply (from the batch into the weights)."""
+        rows, cols, settings = weights.rows, weights.columns, step.settings
+        polynomial, momenta = polynomial_of(settings["preset"]), states["momentum_buffer"]
+        if not (planned := weights[0].is_meta):
+            from shardwise.kernels.momentum import pack
+        most = max(1, most_bytes // workspace_bytes(1, rows, cols, polynomial, True))
+        num_parts = -(-len(weights) // most)
+        size = -(-len(weights) // num_parts)
+        for first in range(0, len(weights), size):
+            part = slice(first, first + size)
+            with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), KIND):
+                if planned:
+                    continue
+                given = gradients[part], momenta[part]
+                packed = pack(*given, clip=step.clip, **_momentum(settings))
+                updates = kernels.orthogonalise_packed(packed, polynomial)
+                _apply(weights[part], updates, step, self.factor(rows, cols, settings))
+
 
 # Settings that decide how a step is computed, not its result. A load leaves them unchanged.
-MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form", "step_bytes")
+MACHINE_SETTINGS = ("replicas", "tensor_parallel")
 muon = MuonSettings
-
-
-def scale_of(rule: str, rows: int, cols: int) -> float:
-    """The factor on an orthogonal [rows, cols] update."""
-    return SCALES[rule](rows, cols)
-
-
-def update_momentum(
-    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
-) -> list[Tensor]:
-    """Advance the momentum buffers in place; returns the updates to orthogonalise.
-
-    Gradients are only read. The updates are new memory, because they are normalised in place, which
-    must not change the momentum. ``group`` holds the settings, here and below.
-    """
-    momentum, nesterov = group["momentum"], group["nesterov"]
-    if group["momentum_form"] == "ema":
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        if nesterov:
-            return list(torch._foreach_lerp(grads, buffers, momentum))
-    else:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads)
-        if nesterov:
-            return list(torch._foreach_add(grads, buffers, alpha=momentum))
-    return [buffer.clone() for buffer in buffers]
-
-
-def convert_momentum(buffer: Tensor, momentum: float, source: str, target: str) -> None:
-    """Rewrite a buffer of one momentum form as the other, in place."""
-    if source == target:
-        return
-    if target == "sum":
-        buffer.div_(1 - momentum)
-    else:
-        buffer.mul_(1 - momentum)
-
-
-def apply_update(weights: list[Tensor], updates: list[Tensor], group: Mapping[str, Any]) -> None:
-    """``weights`` -= lr * updates, decayed, in place."""
-    lr, weight_decay = float(group["lr"]), group["weight_decay"]
-    if weight_decay and group["decay"] == "cautious":
-        for weight, update in zip(weights, updates, strict=True):
-            agrees = (weight * update > 0).to(weight.dtype)
-            weight.addcmul_(weight, agrees, value=-lr * weight_decay)
-    elif weight_decay:
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    torch._foreach_add_(weights, updates, alpha=-lr)
 
 
 # ------------------------------------------------------------------------------ by Triton kernels
 
 
-def kernels_fit(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels can work on these tensors: fp32 on a GPU that they were written for."""
-    plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
-    return plain and newton_schulz.uses_kernels(tensors[0].device)
-
-
-def update_momentum_by_kernels(
-    buffers: list[Tensor],
-    grads: list[Tensor],
-    places: list[Tensor],
-    group: Mapping[str, Any],
-    clip: Tensor | None = None,
-) -> None:
-    """:func:`update_momentum` in one pass that also clips the gradients and writes the updates to
-    ``places``."""
-    if planned(buffers[0]):
-        return
-    from shardwise.kernels.momentum import accumulate
-
-    accumulate(grads, buffers, places, clip=clip, **_momentum_rule(group))
-
-
-def packed(values: Tensor) -> Packed:
+def _packed(values: Tensor) -> Packed:
     """Matrices [count, rows, cols] in fp16, as kernels orthogonalise them."""
-    if planned(values):
+    if values.is_meta:
         count, rows, columns = values.shape
         norms = values.new_empty(count)
         return Packed(values=values.half(), inverse_norms=norms, rows=rows, columns=columns)
@@ -190,63 +214,30 @@ def packed(values: Tensor) -> Packed:
     return normalise(values)
 
 
-def orthogonalise(batch: Packed, polynomial: Polynomial) -> Tensor:
+def _orthogonalised(batch: Packed, polynomial: Polynomial) -> Tensor:
     """The orthogonal factors [count, rows, cols] in fp16; the batch is consumed."""
-    if planned(batch.values):
+    if batch.values.is_meta:
         return batch.values
-    return batch.unpadded(newton_schulz.orthogonalise_packed(batch, polynomial))
+    return batch.unpadded(kernels.orthogonalise_packed(batch, polynomial))
 
 
-def apply_update_by_kernels(
-    weights: Sequence[Tensor],
-    updates: list[Tensor] | Tensor,
-    group: Mapping[str, Any],
-    clip: Tensor | None = None,
-    scale: float = 1.0,
+def _apply(
+    weights: Sequence[Tensor], updates: list[Tensor] | Tensor, step: Step, factor: float
 ) -> None:
-    """:func:`apply_update` in one pass; the updates are multiplied by ``scale``."""
-    if planned(weights[0]):
+    """Decay and update in one pass; the updates are multiplied by ``factor``."""
+    if weights[0].is_meta:
         return
     from shardwise.kernels.update import apply
 
-    lr = float(group["lr"])
-    decay = lr * group["weight_decay"]
-    apply(weights, updates, step=lr * scale, decay=decay, rule=group["decay"], clip=clip)
+    settings = step.settings
+    lr = float(settings["lr"])
+    decay = lr * settings["weight_decay"]
+    apply(weights, updates, step=lr * factor, decay=decay, rule=settings["decay"], clip=step.clip)
 
 
-def step_by_kernels(
-    grads: Matrices,
-    momenta: Matrices,
-    weights: Matrices,
-    group: Mapping[str, Any],
-    polynomial: Polynomial,
-    scale: float,
-    most_bytes: int,
-    clip: Tensor | None = None,
-) -> None:
-    """One step of whole matrices [rows, cols] of one shape and parameter group, in three passes,
-    as many at a time as ``most_bytes`` of memory allow.
-
-    pack             momentum, Nesterov, norm, cast; from gradients into an fp16 batch
-    orthogonalise    the batch, in place
-    apply            scale, decay and update; from the batch into the weights
-    """
-    rows, cols = weights.rows, weights.columns
-    if not (only_planned := planned(weights[0])):
-        from shardwise.kernels.momentum import pack
-
-    form = None if group["form"] == "auto" else group["form"]
-    most = max(1, most_bytes // workspace_bytes(1, rows, cols, polynomial, True))
-    num_parts = -(-len(weights) // most)
-    size = -(-len(weights) // num_parts)
-    for first in range(0, len(weights), size):
-        part = slice(first, first + size)
-        with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), "step"):
-            if only_planned:
-                continue
-            packed = pack(grads[part], momenta[part], clip=clip, **_momentum_rule(group))
-            updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
-            apply_update_by_kernels(weights[part], updates, group, clip, scale)
+def _momentum(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of momentum under the names of the kernels' arguments."""
+    return {"beta": settings["momentum"], "nesterov": settings["nesterov"]}
 
 
 def workspace_bytes(
@@ -259,12 +250,3 @@ def workspace_bytes(
         return 4 * (count + 6) * rows * cols
     grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
     return 2 * count * (2 * rows * cols + grams)
-
-
-def _momentum_rule(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of momentum under the names of the kernels' arguments."""
-    return {
-        "beta": group["momentum"],
-        "rule": group["momentum_form"],
-        "nesterov": group["nesterov"],
-    }

@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.kernels.forms import Polynomial
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
-from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
-from shardwise.optim.muon import MuonSettings
+from shardwise.optim.matrix_function import MatrixOptimizer
+from shardwise.optim.muon import SCALES, MuonSettings
+from shardwise.optim.presets import PRESETS
 from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
-from shardwise.optim.settings import group_of
-from shardwise.optim.sharded import SETTINGS, ShardedOptimizer
-from shardwise.words import quoted
+from shardwise.optim.rules import Rule
+from shardwise.optim.settings import changed, group_of
+from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.words import count_text, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 def optimizer(
     model: nn.Module,
     *,
-    matrix: MuonSettings | FunctionSettings | None,
+    matrix: Rule | None,
     elementwise: AdamWSettings | None,
 ) -> ShardedOptimizer:
     """One optimizer for all trainable parameters of a model, sharded or not.
@@ -54,7 +57,7 @@ def optimizer(
             f"which parameters are matrices. sw.Muon takes parameters"
         )
     problems = []
-    if matrix is not None and not isinstance(matrix, MuonSettings | FunctionSettings):
+    if matrix is not None and not isinstance(matrix, Rule):
         called = f", called: {matrix.name}(lr=...)" if isinstance(matrix, MatrixOptimizer) else ""
         problems.append(f"matrix={matrix!r}: use sw.muon(...), your own{called}, or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
@@ -88,15 +91,15 @@ def optimizer(
     raise_unless_same("this optimizer cannot work", problems, facts, parameters)
     if matrix is not None:
         _warn_of_routes(trained)
-    made = ShardedOptimizer(groups, {id(entry.parameter): entry.name for entry in trained})
-    made.routes = [(entry.name, entry.parameter, entry.route) for entry in trained]
-    made.frozen = [(e.name, e.parameter) for e in routed if not e.parameter.requires_grad]
-    return made
+    for kind, entries in (("matrices", matrices), ("the rest", rest)):
+        elements = count_text(sum(entry.parameter.numel() for entry in entries))
+        logger.info("%s: %d parameters of %s elements", kind, len(entries), elements)
+    return ShardedOptimizer(groups, {id(entry.parameter): entry.name for entry in trained})
 
 
 def _groups(settings: Any, members: Sequence[Routed], problems: list[str]) -> list[dict[str, Any]]:
     """A parameter group for the members of each combination of settings by ``sw.route``."""
-    if not isinstance(settings, tuple(SETTINGS.values())):
+    if not isinstance(settings, Rule | AdamWSettings):
         return []
     members_of: dict[str, list[Routed]] = {}
     for member in members:
@@ -121,23 +124,14 @@ def _changed(settings: Any, changes: dict[str, Any]) -> Any:
     scale = changes.pop("lr_scale", 1.0)
     if not isinstance(scale, int | float) or not scale >= 0:
         raise ValueError(f"lr_scale={scale!r} must be a number, 0 or more")
-    changes["lr"] = lr * scale
-    if isinstance(settings, FunctionSettings):
-        given = {name: getattr(settings, name) for name in ("weight_decay", "wire")}
-        function = function_of({"function": settings.function})
-        return function(**{**settings.options, **given, **changes})
-    known = [entry.name for entry in fields(settings) if entry.init]
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
-    return replace(settings, **changes)
+    return changed(settings, changes | {"lr": lr * scale})
 
 
 def _warn_of_routes(trained: Sequence[Routed]) -> None:
     """Warn once of parameters that seem to be with the wrong optimizer, unless the user chose."""
     names: dict[str, list[str]] = {}
     for entry in trained:
-        for warning in () if entry.route.reason.startswith("chosen") else entry.warnings:
+        for warning in entry.warnings:
             names.setdefault(warning, []).append(entry.name)
     if names:
         warn_once(
@@ -150,31 +144,63 @@ def _warn_of_routes(trained: Sequence[Routed]) -> None:
 
 
 class Muon(ShardedOptimizer):
-    """Muon for given matrices: parameters, (name, parameter) pairs, or groups.
+    """``torch.optim.Muon`` for sharded matrices: parameters, (name, parameter) pairs, or groups.
+
+    The arguments have torch's names, meaning and defaults. ``eps`` has no effect on norms above it:
+    matrices are scaled exactly before they are normalised. Settings of :func:`shardwise.muon` can
+    be given too, as ``preset="nonic"`` in the place of ``ns_coefficients`` and ``ns_steps``, or
+    ``scale="unit_rms_norm"`` in the place of ``adjust_lr_fn``.
 
     It cannot tell spread experts under torch's FSDP2 from other DTensors, so its ``clip_grad_norm``
     counts the experts of one rank alone. ``sw.optimizer`` knows spread experts by the model.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.02, **settings: Any) -> None:
-        """``settings``: see :func:`shardwise.muon`; a group may have other settings."""
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **settings: Any,
+    ) -> None:
         entries = list(params)
         if not entries:
             raise ValueError("sw.Muon got no parameters")
-        known = {entry.name for entry in fields(MuonSettings)}
+        self._given = given = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        defaults = MuonSettings(**_settings_of(given, given) | settings)
+        known = {entry.name for entry in fields(MuonSettings)} | given.keys()
         groups: list[dict[str, Any]] = []
         named: list[tuple[str, Tensor]] = []
         problems: list[str] = []
-        given = entries if isinstance(entries[0], dict) else [{"params": entries}]
-        for number, group in enumerate(given):
+        for number, group in enumerate(
+            entries if isinstance(entries[0], dict) else [{"params": entries}]
+        ):
             own = {key: value for key, value in group.items() if key in known}
             unknown = [key for key in group if key not in known and key != "params"]
             if unknown:
                 problems.append(f"group {number} has {unknown}, which Muon does not know")
             members = _named(group["params"], number, problems)
             named += members
-            parameters = [parameter for _, parameter in members]
-            groups.append(group_of(MuonSettings(**{"lr": lr} | settings | own), parameters))
+            try:
+                settings_here = changed(defaults, _settings_of(own, given))
+            except ValueError as error:
+                problems.append(f"group {number}: {error}")
+            else:
+                groups.append(group_of(settings_here, [p for _, p in members]))
         names = {id(parameter): name for name, parameter in named}
         counts = Counter(id(parameter) for _, parameter in named)
         problems += [f"{names[key]} is given twice" for key, count in counts.items() if count > 1]
@@ -192,15 +218,44 @@ class Muon(ShardedOptimizer):
         counted = [group | {"params": len(group["params"])} for group in groups]
         facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in named])]
         raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in named))
-        defaults = group_of(MuonSettings(**{"lr": lr} | settings), [])
-        del defaults["params"]  # torch's schedulers look for momentum among the defaults
-        super().__init__(groups, names, defaults)
+        # torch's schedulers look for momentum among the defaults.
+        filled = group_of(defaults, [])
+        super().__init__(groups, names, {k: filled[k] for k in filled if k not in _NO_DEFAULTS})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices; the constructor's settings fill in missing ones."""
         if param_group.get("kind", "matrix") != "matrix":
             raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
-        super().add_param_group(self.defaults | param_group)
+        super().add_param_group(self.defaults | _settings_of(param_group, self._given))
+
+
+_NO_DEFAULTS = ("params", "rule")
+
+
+def _settings_of(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in which torch's names are replaced by those of :class:`MuonSettings`. ``defaults``:
+    for the one of ``ns_coefficients`` and ``ns_steps`` that is not given."""
+    own = dict(options)
+    iteration: dict[str, Any] = {
+        key: own.pop(key) for key in ("ns_coefficients", "ns_steps") if key in own
+    }
+    if iteration and "preset" not in own:
+        both: dict[str, Any] = {**defaults, **iteration}
+        steps = (tuple(both["ns_coefficients"]),) * both["ns_steps"]
+        same = [name for name, preset in PRESETS.items() if preset.coefficients == steps]
+        own["preset"] = same[0] if same else Polynomial(name="ns_coefficients", coefficients=steps)
+    if "adjust_lr_fn" in own:
+        rule = own.pop("adjust_lr_fn")
+        if rule not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn={rule!r}: one of 'original', 'match_rms_adamw'; or scale= with one "
+                f"of {', '.join(SCALES)}"
+            )
+        own.setdefault("scale", rule or "original")
+    eps = own.pop("eps", 0.0)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
+        raise ValueError(f"eps={eps!r} must be 0 or more")
+    return own
 
 
 def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:

@@ -19,9 +19,9 @@ for each. Then the matrices of a replica are divided between its ranks. Both ass
 cost of Newton-Schulz: the most expensive first, to the least loaded. The rank that stores the
 largest piece of a matrix owns it, as long as the load stays balanced.
 
-Matrices are exchanged in rounds, so small that the memory of a step stays within a budget. An owner
-takes its matrices shape by shape, so that it computes long batches. Each owner begins with another
-shape, so that every rank stores a part of each round:
+Matrices are exchanged in rounds of ``ROUND_BYTES`` for each owner, which bounds the memory of a
+step. An owner takes its matrices shape by shape, so that it computes long batches. Each owner
+begins with another shape, so that every rank stores a part of each round:
 
     round         0      1      2      3
     owner 0     | A A  | A A  | B B  | B B  |
@@ -33,8 +33,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.optim.split import Matrix, Piece
@@ -42,13 +42,8 @@ from shardwise.optim.split import Matrix, Piece
 LOAD_TOLERANCE = 1.05  # up to this multiple of the mean load, a rank owns what it stores
 DIVIDE_SHARE = 0.25  # a parameter that costs more than this share of a replica's load is divided
 NUM_COMPARED = 8  # how many equally loaded replicas are compared by what they store
-ROUND_BYTES = 256 << 20  # the most bytes of one owner's matrices in one round
-LEAST_STEP_BYTES = 16 << 20  # less memory is not worth more rounds
-COMPUTED = 4  # how many copies of a matrix its computation holds, by default: input and workspace
-SAVES = 1.1  # where no number of rounds is enough, more rounds must save this factor of memory
+ROUND_BYTES = 256 << 20  # of one owner's matrices in one round, in fp32
 WIDTH = 4  # bytes per element of a matrix to compute
-
-Load = Counter[tuple[int, int]]  # elements or bytes, by (replica, rank)
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,6 @@ class Ownership:
     owners: tuple[tuple[int, int], ...]  # (replica, rank on the shard axis), by matrix
     rounds: tuple[tuple[int, ...], ...]
 
-    step_bytes: int = 0  # the memory that one step may take on a rank, beside states
-    work: tuple[int, ...] = ()  # by matrix: the bytes that its computation takes
     result_width: int = WIDTH  # bytes per element of a result
 
     def remote_pieces(self, index: int) -> list[Piece]:
@@ -103,81 +96,46 @@ class Ownership:
 
 
 def assign_owners(
-    matrices: Sequence[Matrix],
-    num_shards: int,
-    num_replicas: int = 1,
-    *,
-    step_bytes: int | None = None,
-    work: Callable[[Matrix], int] | None = None,
-    result_width: int = WIDTH,
+    matrices: Sequence[Matrix], num_shards: int, num_replicas: int = 1, *, result_width: int = WIDTH
 ) -> Ownership:
-    """Choose an owner for every matrix, and divide the work into rounds.
-
-    ``step_bytes``: the memory that one step may take on a rank; a round has at least one matrix of
-    each owner. None: the bytes by which AdamW's two states, stored like the weights, exceed one
-    momentum that replicas divide, but not so many rounds that owners have nothing to do in some.
-    ``work``: the bytes that the computation of a matrix takes; ``result_width``: the bytes per
-    element of a result.
-    """
-    stored = WIDTH * sum(matrix.numel for matrix in matrices) // num_shards
-    default = max(LEAST_STEP_BYTES, 2 * stored - stored // num_replicas)
+    """Choose an owner for every matrix, and divide the work into rounds."""
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
     for replica, members in enumerate(_assign_replicas(matrices, num_replicas)):
         for index, rank in _assign_ranks(matrices, members, num_shards).items():
             owners[index] = (replica, rank)
-    plan = Ownership(
-        tuple(matrices),
-        num_shards,
-        num_replicas,
-        tuple(owners),
-        (),
-        step_bytes or default,
-        tuple(work(m) if work else COMPUTED * WIDTH * m.numel for m in matrices),
-        result_width,
-    )
-    return replace(plan, rounds=_rounds(plan, idle=step_bytes is not None))
+    members_of: dict[tuple[int, int], list[int]] = {}
+    for index, owner in enumerate(owners):
+        members_of.setdefault(owner, []).append(index)
+    rounds = _cut(matrices, members_of, num_shards, num_replicas * num_shards)
+    return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), rounds, result_width)
 
 
-def _rounds(plan: Ownership, *, idle: bool) -> tuple[tuple[int, ...], ...]:
-    """Matrices that are exchanged together: as few rounds as the memory of a step allows.
-
-    ``idle``: whether owners may have nothing to do in some rounds. If not, and no number of rounds
-    is enough, further rounds must save memory.
-    """
-    matrices = plan.matrices
-    members: dict[tuple[int, int], list[int]] = {}
-    for index in range(len(matrices)):
-        members.setdefault(plan.owners[index], []).append(index)
-    if not members:
-        return ()
-    owned = [[matrices[index] for index in indices] for indices in members.values()]
-    count = max(-(-WIDTH * sum(m.numel for m in group) // ROUND_BYTES) for group in owned)
-    busy = [sum(m.cost for m in group) // max(m.cost for m in group) for group in owned]
-    limit = max(map(len, owned)) if idle else min(busy)
-    if count >= limit:  # there is no choice, and no need to compute the peak
-        return tuple(_cut(plan, members, limit))
-    tried: list[tuple[int, list[tuple[int, ...]]]] = []  # (peak, rounds)
-    while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
-        count = count + 1 + count // 8 if tried else count
-        candidate = _cut(plan, members, min(count, limit))
-        tried.append((_peak(plan, candidate), candidate))
-    enough = plan.step_bytes if idle else max(plan.step_bytes, SAVES * min(tried)[0])
-    return tuple(next((cut for peak, cut in tried if peak <= enough), tried[-1][1]))
+def most_rounds(owned: Sequence[Matrix]) -> int:
+    """The rounds for which the owner of these matrices has work."""
+    costs = [matrix.cost for matrix in owned]
+    return sum(costs) // max(costs)
 
 
 def _cut(
-    plan: Ownership, members: dict[tuple[int, int], list[int]], count: int
-) -> list[tuple[int, ...]]:
-    """``count`` rounds in which each owner has about the same work, and half as much again in the
-    last round, which no other round follows. An owner of ``count`` matrices or fewer has one in
-    each of the first rounds. ``members``: the matrices of each owner."""
-    matrices, num_owners = plan.matrices, plan.num_replicas * plan.num_shards
+    matrices: Sequence[Matrix],
+    members_of: dict[tuple[int, int], list[int]],
+    num_shards: int,
+    num_owners: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Rounds of ``ROUND_BYTES``, but no more than each owner has work for. An owner has about the
+    same work in each, and half as much again in the last round, which no other round follows.
+    ``members_of``: the matrices of each owner."""
+    count = 0
+    if members_of:
+        owned = [[matrices[index] for index in own] for own in members_of.values()]
+        count = max(-(-WIDTH * sum(m.numel for m in own) // ROUND_BYTES) for own in owned)
+        count = min(count, max(map(len, owned)), *map(most_rounds, owned))
     rounds: list[list[int]] = [[] for _ in range(count)]
-    for (replica, rank), indices in members.items():
+    for (replica, rank), indices in members_of.items():
         cost = sum(matrices[index].cost for index in indices)
         numel = sum(matrices[index].numel for index in indices)
         ordered = sorted(indices, key=lambda index: (matrices[index].shapes, index))
-        begin = len(indices) * (replica * plan.num_shards + rank) // num_owners
+        begin = len(indices) * (replica * num_shards + rank) // num_owners
         # Work counts half by cost and half by elements. All of it is 2 * cost * numel.
         before = 0
         for number, index in enumerate(ordered[begin:] + ordered[:begin]):
@@ -185,52 +143,7 @@ def _cut(
             at = (2 * count + 1) * (2 * before + work) // (8 * cost * numel)
             rounds[number if len(indices) <= count else min(at, count - 1)].append(index)
             before += work
-    return [tuple(sorted(indices)) for indices in rounds if indices]
-
-
-def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
-    """The peak memory of ``Exchange.run``, in bytes, on the rank that needs most.
-
-    While round k is computed, round k + 1 goes to its owners, round k - 1 comes back, and round
-    k - 2 goes to replicas.
-    """
-    none: Load = Counter()
-    computed: list[Load] = []  # by round: the bytes that computations take
-    travels: list[Load] = []  # by round: elements that are sent, received, or kept by their owner
-    shared: list[Load] = []  # by round: elements that replicas hold, send and receive
-    for members in rounds:
-        owned, moved, mine, stored = Load(), Load(), Load(), Counter[int]()
-        for index in members:
-            replica, owner = plan.owners[index]
-            owned[replica, owner] += plan.work[index]
-            for rank, lo, hi in plan.matrices[index].pieces:
-                moved[replica, rank] += hi - lo
-                if rank != owner:
-                    moved[replica, owner] += hi - lo
-                mine[replica, rank] += hi - lo
-                stored[rank] += hi - lo
-        others = Load({(-1, rank): numel for rank, numel in stored.items()})
-        for (replica, rank), numel in mine.items():
-            others[replica, rank] = plan.num_replicas * numel + stored[rank] - numel
-        computed.append(owned)
-        travels.append(moved)
-        shared.append(others if plan.num_replicas > 1 else none)
-    if not plan.needs_exchange and plan.num_replicas == 1:  # rounds do not overlap
-        return max(max(owned.values()) for owned in computed)
-
-    def at(loads: list[Load], number: int) -> Load:
-        return loads[number] if 0 <= number < len(loads) else none
-
-    peak = 0
-    for number in range(len(rounds) + 1):
-        going, back = at(travels, number + 1), at(travels, number - 1)
-        now, recent, last = at(computed, number), at(shared, number - 1), at(shared, number - 2)
-        for worker in {*going, *now, *back, *recent, *last}:
-            absent = (-1, worker[1])  # the entry of replicas that compute nothing of this rank's
-            returned = max(back[worker], recent.get(worker, recent[absent]))
-            returned += last.get(worker, last[absent])
-            peak = max(peak, WIDTH * going[worker] + now[worker] + plan.result_width * returned)
-    return peak
+    return tuple(tuple(sorted(indices)) for indices in rounds if indices)
 
 
 def _assign_replicas(matrices: Sequence[Matrix], num_replicas: int) -> list[list[int]]:

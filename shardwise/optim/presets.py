@@ -46,43 +46,12 @@ _NONIC: tuple[Step, ...] = (
     (3.597452, -2.693586, 0.533324),
     (3.487338, -6.576122, 6.081160, -2.423502, 0.342695),
 )
-# The other presets are published polynomials, under the names that Muon's users know.
+# The others are published polynomials, under the names that Muon's users know.
 PRESETS = {
     preset.name: preset
     for preset in (
         Polynomial(name="keller", coefficients=((3.4445, -4.7750, 2.0315),) * 5),
-        Polynomial(
-            name="you",
-            coefficients=(
-                (4.0848, -6.8946, 2.9270),
-                (3.9505, -6.3029, 2.6377),
-                (3.7418, -5.5913, 2.3037),
-                (2.8769, -3.1427, 1.2046),
-                (2.8366, -3.0525, 1.2012),
-            ),
-        ),
         Polynomial(name="polar_express", coefficients=_with_margin(_POLAR_EXPRESS, 1.02)),
-        Polynomial(
-            name="cubic",
-            coefficients=(
-                (3.3656576, -3.3420992, 0.0),
-                (2.5744352, -1.4957376, 0.0),
-                (2.5368962, -1.4312570, 0.0),
-                (2.4418906, -1.2764040, 0.0),
-                (2.2230472, -0.9630650, 0.0),
-            ),
-        ),
-        Polynomial(
-            name="s4",
-            coefficients=(
-                (8.057942, -22.052186, 15.540709),
-                (3.926349, -2.753793, 0.497354),
-                (3.454472, -2.487546, 0.477513),
-                (2.511527, -1.852448, 0.438833),
-            ),
-            norm="schatten4",
-            safety=1.01,
-        ),
         Polynomial(name="nonic", coefficients=_with_margin(_NONIC, 1.01), norm="schatten4"),
     )
 }

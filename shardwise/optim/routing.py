@@ -45,11 +45,18 @@ _WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_EMBEDDINGS = ("embedding", "embeddings")  # ends of class names in other libraries
-_FUSED = re.compile(
-    r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
-)
-_RECURRENT = re.compile(r"(^|_)(a_log|log_a|time_decay|time_first|time_mix|decay|state)", re.I)
-_POSITIONS = re.compile(r"rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)", re.I)
+# Names of matrices that are probably something else.
+_SUSPECT = {
+    "looks like a fused weight and has no split": re.compile(
+        r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
+    ),
+    "looks like the state of a recurrence, which is no matrix": re.compile(
+        r"(?i)(^|[_.])(a_log|log_a|time_decay|time_first|time_mix|decay|state)[^.]*$"
+    ),
+    "looks like a table of positions, which is no matrix": re.compile(
+        r"(?i)rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +94,7 @@ def route(
 ) -> dict[str, Route]:
     """Choose the optimizer of every parameter, before or after sharding by this library or torch.
 
-    Call it before ``sw.optimizer``: an optimizer keeps the routes that it was built with, and warns
-    of later ones when it steps.
+    Call it before ``sw.optimizer``: an optimizer keeps the routes that it was built with.
 
     Args:
         matrix, elementwise: parameters whose default changes: name patterns (``"*.router.*"``),
@@ -118,12 +124,12 @@ def route(
             for name in matching:
                 chosen[name].setdefault(kind, text)
     splits: dict[str, tuple[str, Split]] = {}
-    for name, pattern, blocks in _by_pattern("split", Split, split or {}, names, problems):
+    for name, pattern, blocks in _by_pattern("split", split or {}, names, problems):
         first_pattern, first = splits.setdefault(name, (pattern, blocks))
         if first != blocks:
             problems.append(f"'{name}' has two splits: {first_pattern!r} and {pattern!r}")
     settings_of: dict[str, dict[str, Any]] = {}
-    for name, _, values in _by_pattern("settings", Mapping, settings or {}, names, problems):
+    for name, _, values in _by_pattern("settings", settings or {}, names, problems):
         settings_of.setdefault(name, {}).update(values)
     routes: dict[str, Route] = {}
     facts = _model_facts(places)
@@ -172,7 +178,7 @@ def routes_of(model: nn.Module) -> list[Routed]:
         if chosen is None:
             kind, reason = _default(name, parameter, modules, facts)
             chosen = Route(kind=kind, reason=reason, split=_declared(parameter, kind))
-        routed.append(Routed(name, parameter, chosen, _suspicions(name, parameter, chosen, facts)))
+        routed.append(Routed(name, parameter, chosen, _suspicions(name, chosen)))
     return routed
 
 
@@ -230,7 +236,6 @@ class _ModelFacts:
     """Facts of the whole model that the default routes depend on."""
 
     vocabularies: frozenset[Shape]  # shapes of embedding tables of words
-    squares: frozenset[Shape]  # shapes of square tables that are the only ones of their width
     last: int  # the id of the last parameter of two dimensions or more
 
 
@@ -243,9 +248,8 @@ def _model_facts(places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]]) ->
     most_rows = {width: max(r for r, w in tables if w == width) for _, width in tables}
     # A square table, or one with fewer rows than another of its width, holds positions or types.
     words = {(rows, width) for rows, width in tables if rows == most_rows[width] != width}
-    squares = {(rows, width) for rows, width in tables if rows == most_rows[width] == width}
     matrices = [id(parameter) for _, parameter, _ in places if parameter.ndim > 1]
-    return _ModelFacts(frozenset(words), frozenset(squares), matrices[-1] if matrices else 0)
+    return _ModelFacts(frozenset(words), matrices[-1] if matrices else 0)
 
 
 def _default(
@@ -291,39 +295,12 @@ def _declared(parameter: Tensor, kind: str) -> Split | None:
     return Split(sizes=blocks) if blocks and kind == "matrix" else None
 
 
-def _suspicions(name: str, parameter: Tensor, chosen: Route, facts: _ModelFacts) -> tuple[str, ...]:
+def _suspicions(name: str, chosen: Route) -> tuple[str, ...]:
     """Warnings about a route."""
-    warnings = []
-    shape = chosen.shape_of(parameter.shape)
-    leaf = name.rpartition(".")[2]
-    if chosen.kind == "matrix":
-        if chosen.split is None and _FUSED.search(name):
-            warnings.append("looks like a fused weight and has no split")
-        if shape in facts.vocabularies:
-            warnings.append("is shaped like an embedding: such weights do better with AdamW")
-        elif _maps_to_vocabulary(shape, id(parameter) == facts.last, facts):
-            warnings.append("looks like an output head: such weights do better with AdamW")
-        if _RECURRENT.search(leaf):
-            warnings.append("looks like the state of a recurrence, which is no matrix")
-        if _POSITIONS.search(name):
-            warnings.append("looks like a table of positions, which is no matrix")
-        if min(shape[-2:]) < 8:
-            warnings.append(f"has a side of {min(shape[-2:])}: orthogonalising it means little")
-    elif chosen.reason.startswith("chosen") and len(shape) == 2 and shape not in facts.vocabularies:
-        warnings.append("is a matrix that was sent to the elementwise optimizer")
-    return tuple(warnings)
-
-
-def _maps_to_vocabulary(shape: Shape, last: bool, facts: _ModelFacts) -> bool:
-    """Whether a matrix has a few rows more than an embedding of its width, like padded heads; or is
-    the last matrix and has many more rows than columns, or the shape of a square table."""
-    slack = 0.25 if last else 0.02
-    near = any(
-        shape[1:] == (width,) and rows < shape[0] <= rows * (1 + slack)
-        for rows, width in facts.vocabularies
-    )
-    tall = len(shape) == 2 and shape[0] > 8 * shape[1]
-    return near or (last and (tall or shape in facts.squares))
+    if chosen.kind != "matrix" or chosen.reason.startswith("chosen"):
+        return ()
+    found = [text for text, pattern in _SUSPECT.items() if pattern.search(name)]
+    return tuple(text for text in found if chosen.split is None or "fused" not in text)
 
 
 # ------------------------------------------------------------------------------ names and selectors
@@ -370,16 +347,13 @@ def _parsed(selector: Any, problems: list[str]) -> tuple[str, Callable[[str, Ten
 
 
 def _by_pattern(
-    argument: str,
-    kind: type,
-    patterns: Mapping[str, Any],
-    names: Iterable[str],
-    problems: list[str],
+    argument: str, patterns: Mapping[str, Any], names: Iterable[str], problems: list[str]
 ) -> Iterator[tuple[str, str, Any]]:
     """(name, pattern, value) of every parameter that matches a pattern, pattern by pattern."""
     for pattern, value in patterns.items():
+        kind = Split if argument == "split" else Mapping
         if not isinstance(value, kind) or not value:
-            expected = "dict like {'lr': 0.01}" if kind is Mapping else kind.__name__
+            expected = "Split" if argument == "split" else "dict like {'lr': 0.01}"
             problems.append(f"{argument} {pattern!r}: {value!r} is no {expected}")
             continue
         matching = fnmatch.filter(names, pattern)

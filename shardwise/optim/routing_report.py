@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor, nn
 
 from shardwise.core.tensor import ShardedTensor
-from shardwise.optim.muon import MuonSettings, muon, scale_of
+from shardwise.optim.muon import SCALES, MuonSettings, muon
 from shardwise.optim.routing import routes_of
 from shardwise.optim.split import matrices_of
-from shardwise.words import aligned
+from shardwise.words import aligned, count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,11 @@ class RoutingReport:
     def __str__(self) -> str:
         titles = ("parameter", "optimizer", "as orthogonalised", "scale", "grain", "why")
         lines = aligned([titles, *(_cells(row) for row in self.rows)])
-        numbers = Counter(row.optimizer for row in self.rows)
+        for name, number in Counter(row.optimizer for row in self.rows).items():
+            elements = sum(prod(row.shape) for row in self.rows if row.optimizer == name)
+            lines.append(f"{name}: {number} parameters of {count_text(elements)} elements")
         matrices = sum(len(row.matrices) for row in self.rows)
-        counts = ", ".join(f"{count} parameters to {name}" for name, count in numbers.items())
-        lines.append(f"{counts}; {matrices} matrices are orthogonalised in each step")
+        lines.append(f"{matrices} matrices are orthogonalised in each step")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -82,7 +84,7 @@ def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> Rout
                 shape=shape,
                 optimizer=optimizer,
                 matrices=shapes,
-                scales=tuple(scale_of(settings.scale, *matrix_shape) for matrix_shape in shapes),
+                scales=tuple(SCALES[settings.scale](*matrix_shape) for matrix_shape in shapes),
                 grain=_grain(parameter),
                 why=route.reason,
                 warnings=entry.warnings if parameter.requires_grad else (),

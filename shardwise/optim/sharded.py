@@ -13,8 +13,7 @@ closures and state dicts work as for any torch optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,40 +21,32 @@ from torch import Tensor
 
 from shardwise.core.compat import plain_attributes
 from shardwise.core.uncompiled import uncompiled
-from shardwise.kernels.ahead import compile_ahead
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise
 from shardwise.optim.elementwise import AdamWSettings
-from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import (
     Clip,
-    OptimizerGradients,
     divide,
     division_of,
     measure_clip,
     moved_state,
+    place_gradients,
+    widen_gradients,
 )
-from shardwise.optim.matrix_function import FunctionSettings, function_of
-from shardwise.optim.matrix_group import (
-    MatrixGroup,
-    MatrixParameter,
-    matrix_groups,
-    planned_settings,
-)
-from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings, convert_momentum
+from shardwise.optim.matrices import MatrixParameter
+from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
+from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings
 from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
-from shardwise.optim.routing import Route, as_matrix, recall_routes, recorded
-from shardwise.optim.settings import GroupSettings, group_of
+from shardwise.optim.routing import as_matrix, recall_routes
+from shardwise.optim.settings import changed, group_of
 from shardwise.optim.storage import local_of, mark_written
 from shardwise.words import quoted
 
 logger = logging.getLogger(__name__)
 
-SETTINGS: dict[str, Any] = {
-    settings.kind: settings for settings in (MuonSettings, FunctionSettings, AdamWSettings)
-}
-# A step reads .grad of hundreds of parameters and computes on plain pieces alone. It avoids
-# __torch_function__, which our DTensors have in some versions of torch.
+KINDS = ("matrix", "function", "elementwise")
+# What a parameter group holds beside the settings of its rule.
+_OTHER_KEYS = ("params", "kind", "function", "name", "initial_lr")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -70,14 +61,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names: dict[int, str],
         defaults: dict[str, Any] | None = None,
     ) -> None:
-        """``names``: by id of the parameter. Collective where parameters are sharded."""
+        """``groups``: see ``settings.group_of``; ``names``: by id of the parameter. Collective
+        where parameters are sharded."""
         self._names = names
-        self._settings = GroupSettings(SETTINGS)
+        self._rules: dict[int, Any] = {}  # by id of a group: its settings when it was made
         self.half_step: str | None = None  # the error, after a step that raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # for the next step
-        self.frozen: list[tuple[str, Tensor]] = []  # parameters of the model without a group
-        self.routes: list[tuple[str, Tensor, Route]] = []  # by which the groups were made
         # (name, norm of this rank's piece of the gradient, on the device) of the last clip.
         self.last_norms: list[tuple[str, Tensor]] = []
         if defaults is None and groups and all(g["kind"] == "elementwise" for g in groups):
@@ -90,16 +80,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of ``kind`` "matrix", "function" or "elementwise". The first group of that
         kind gives missing settings. Collective where parameters are sharded."""
-        kind = param_group.get("kind")
-        if kind not in SETTINGS:
-            raise ValueError(f"kind={kind!r}: a parameter group is one of {', '.join(SETTINGS)}")
-        first = next((group for group in self.param_groups if group["kind"] == kind), {})
-        filled = {key: value for key, value in first.items() if key not in ("params", "initial_lr")}
-        group = filled | param_group
-        if self._matrix_groups is not None:  # the constructor's groups were checked together
-            group = self._checked(group, first)
+        kind, group = param_group.get("kind"), dict(param_group)
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r}: a parameter group is one of {', '.join(KINDS)}")
+        rule = group.pop("rule", None)
+        if rule is None:
+            rule, group = self._checked(group)
         super().add_param_group(group)
         group = self.param_groups[-1]
+        self._rules[id(group)] = rule
         for parameter in group["params"] if kind == "elementwise" else ():
             divide(parameter, None)
             if group["fused"] is None:
@@ -107,51 +96,61 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._matrix_groups is not None:
             self._plan()
 
-    def _checked(self, group: dict[str, Any], first: Iterable[str]) -> dict[str, Any]:
-        """A group to add, with all its settings; raises before the optimizer changes.
-        ``first``: the keys of the first group of its kind, to which schedulers may have added."""
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+    def _checked(self, group: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The rule of a group to add, and the group with all of its settings; raises before the
+        optimizer changes."""
         kind, problems = group["kind"], []
-        settings = self._settings.own(group)
+        first = next((group for group in self.param_groups if group["kind"] == kind), {})
+        default = {"matrix": MuonSettings(), "elementwise": AdamWSettings()}.get(kind)
+        rule = self._rules.get(id(first), default)
+        if rule is None:
+            raise ValueError(
+                f"kind={kind!r}: this optimizer has no such group to take the function from"
+            )
+        filled = {key: value for key, value in first.items() if key not in ("params", "initial_lr")}
+        own = {key: value for key, value in (filled | group).items() if key not in _OTHER_KEYS}
+        unknown = [key for key in own if key not in group_of(rule, ()) and key not in first]
+        if unknown:
+            problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
         try:
-            group = group_of(SETTINGS[kind](**settings), params) | group
+            known = {key: own[key] for key in own if key in group_of(rule, ())}
+            rule = changed(rule, dict(known))
         except ValueError as error:
             problems.append(str(error))
-        options = function_of(group).options if kind == "function" else {}
-        known = {"params", "kind", "name", "initial_lr", *settings, *options, *first}
-        if unknown := [key for key in group if key not in known]:
-            problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
         recall_routes()
         named = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
         matrices = []
         if kind != "elementwise":
             matrices = [(name, p, as_matrix(p, "added")) for name, p in named]
         problems += parameter_problems(named, matrices)
-        facts = [f"{settings}", summary([(kind, tuple(p.shape)) for _, p in named])]
+        facts = [f"{known}", summary([(kind, tuple(p.shape)) for _, p in named])]
         raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in named))
-        return group | {"params": params}
+        filled = group_of(rule, params) | filled | group
+        return filled.pop("rule"), filled | {"params": params}
 
     def _plan(self) -> None:
         """Assign owners, and store states accordingly (collective where parameters are sharded)."""
         self._warn_of_narrow_weights()
-        members = [
-            MatrixParameter(self._name(parameter), parameter, as_matrix(parameter, ""), group)
-            for group in self._groups_of_matrices()
-            for parameter in group["params"]
-        ]
-        self._matrix_groups = matrix_groups(members, group_class)
-        self._planned = list(map(planned_settings, self._groups_of_matrices()))
+        self._matrix_groups = matrix_groups(
+            [
+                MatrixParameter(
+                    self._name(parameter),
+                    parameter,
+                    as_matrix(parameter, ""),
+                    group,
+                    self._rules[id(group)],
+                )
+                for group in self.param_groups
+                for parameter in (group["params"] if group["kind"] != "elementwise" else ())
+            ]
+        )
         self._make_states()
-        parameters = self._parameters()
-        self._divisions = [(parameter, division_of(parameter)) for parameter in parameters]
-        self._gradients = OptimizerGradients(parameters)
+        self._divisions = [(parameter, division_of(parameter)) for parameter in self._parameters()]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _groups_of_matrices(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["kind"] != "elementwise"]
 
     def _make_states(self) -> None:
         """Store the states of every parameter where they belong, and make missing ones, also after
@@ -161,9 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state = self.state[parameter] or elementwise.new_state(parameter, group["fused"])
                 self.state[parameter] = {k: moved_state(parameter, v) for k, v in state.items()}
         for matrices in self._matrix_groups or ():
-            for member in matrices.members:
+            for position, member in enumerate(matrices.members):
                 before = self.state[member.parameter]
-                self.state[member.parameter] = matrices.state_of(member, before)
+                self.state[member.parameter] = matrices.state_of(position, before)
 
     def _warn_of_narrow_weights(self) -> None:
         parameters = self._parameters()
@@ -180,9 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mesh=getattr(parameters[0], "device_mesh", None),
             )
 
-    def _check_plan(self) -> None:
-        """Raise where the plan of this optimizer no longer fits its parameters; warn of changes of
-        the model that it ignores; plan again where settings have changed (collective)."""
+    def _refuse_other_divisions(self) -> None:
+        """Raise where gradients are no longer reduced to the ranks that this optimizer needs."""
         lost = [self._name(p) for p, before in self._divisions if division_of(p) != before]
         if lost:
             raise RuntimeError(
@@ -191,60 +189,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"again. (Or a module was moved alone after backward: call .to() on the whole "
                 f"model.)"
             )
-        self._warn_of_ignored_changes()
-        members = (member for matrices in self._matrix_groups or () for member in matrices.members)
-        planned = {id(member.parameter): id(member.group) for member in members}
-        group_of_matrix = {id(p): id(g) for g in self._groups_of_matrices() for p in g["params"]}
-        checked = set(map(id, self._gradients.parameters))
-        if group_of_matrix != planned or not checked.issuperset(map(id, self._parameters())):
-            raise RuntimeError(
-                "parameters were added to param_groups, taken out or moved by hand, and this "
-                "optimizer would step those that it was built for: use add_param_group and "
-                "requires_grad_(False), change the settings of a group, or build it again"
-            )
-        # Settings change by hand, or by a load.
-        if list(map(planned_settings, self._groups_of_matrices())) != self._planned:
-            self._plan()
-
-    def _warn_of_ignored_changes(self) -> None:
-        """Warn of parameters that became trainable, and of routes that changed, after this
-        optimizer was built."""
-        if thawed := [(name, p) for name, p in self.frozen if p.requires_grad]:
-            added = set(map(id, self._parameters()))
-            if names := [name for name, p in thawed if id(p) not in added]:
-                warn_once(
-                    logger,
-                    "%s were frozen when this optimizer was built: it leaves them alone, though "
-                    "they are trainable now. Use add_param_group, or build it again",
-                    quoted(names),
-                )
-        # The reason of a route may change: it decides nothing.
-        decisive = attrgetter(
-            "settings", *(("kind", "split", "flat") if self._matrix_groups else ())
-        )
-        routes = [(name, route, recorded(p) or route) for name, p, route in self.routes]
-        names = [
-            name
-            for name, route, current in routes
-            if current is not route and decisive(current) != decisive(route)
-        ]
-        if names:
-            warn_once(
-                logger,
-                "sw.route chose otherwise for %s after this optimizer was built, which keeps the "
-                "routes that it was built with: build it again",
-                quoted(names),
-            )
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
-
-    def compile_ahead(self) -> None:
-        """Begin to compile the kernels that orthogonalise, on GPUs that have them; the first step
-        waits for them."""
-        for group in self._matrix_groups or ():
-            if group.fused:
-                compile_ahead(group.launch_ahead)
 
     # ------------------------------------------------------------------ a step
 
@@ -260,17 +207,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loss = closure() if closure is not None else None
         if self.half_step is not None:
             raise RuntimeError(self.half_step)
-        problem = self._settings.problem(self.param_groups)
-        if problem is not None:
-            raise ValueError(problem)
-        self._check_plan()
-        if len(self.state) < len(self._gradients.parameters) or not all(self.state.values()):
+        self._refuse_other_divisions()
+        parameters = self._parameters()
+        if len(self.state) < len(parameters) or not all(self.state.values()):
             self._make_states()
         with plain_attributes():
-            self._gradients.place()
+            place_gradients(parameters)
             clip, changes = self._take_clip()
             if clip is None:
-                self._gradients.widen()
+                widen_gradients(parameters)
         if not changes:
             return loss
         try:
@@ -288,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"some weights and states are updated and others are not. Load both: sw.load, or "
                 f"load_state_dict of the model and of the optimizer"
             )
-            mark_written(list(self._parameters()))  # any weight may have been written
+            mark_written(parameters)  # any weight may have been written
             raise
         return loss
 
@@ -311,10 +256,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 neither a pass over the gradients nor a wait of the host.
         """
         with plain_attributes():
-            clip = measure_clip(self._gradients, max_norm, norm_type, error_if_nonfinite)
+            clip = measure_clip(self._parameters(), max_norm, norm_type, error_if_nonfinite)
             self._clip = clip if in_step else None  # a later call replaces an earlier one
             if not in_step:
-                clip.scale(self._gradients)
+                clip.scale(self._parameters())
         self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
         return clip.norm
 
@@ -337,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return clip.on_device(), True
         if not bool(torch.isfinite(clip.norm)):
             return None, False
-        clip.scale(self._gradients)
+        clip.scale(self._parameters())
         return None, True
 
     # ------------------------------------------------------------------ state dicts
@@ -349,17 +294,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's, with the names of parameters and of matrix optimizers."""
+        """Like torch's, with the names of parameters."""
         state_dict: dict[str, Any] = super().state_dict()
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            if "function" in saved:
-                saved["function"] = str(saved["function"])
             saved["param_names"] = [self._name(parameter) for parameter in group["params"]]
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like torch's. Momentum that was saved in the other form is converted. Saved states
-        go to the parameters of the same names, also if these are in another order."""
+        """Load like torch's. Saved states go to the parameters of the same names, also if these are
+        in another order. Momentum that was saved as a sum is converted."""
         groups = self.param_groups
         kinds = [group.get("function", group["kind"]) for group in groups]
         others = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
@@ -373,18 +316,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The groups stay the same objects, which matrix groups refer to, so nothing is planned.
         loaded_groups, self.param_groups = self.param_groups, groups
         for group, loaded, saved in zip(groups, loaded_groups, saved_groups, strict=True):
-            kept = {key: group[key] for key in ("function", *MACHINE_SETTINGS) if key in group}
+            kept = {key: group[key] for key in MACHINE_SETTINGS if key in group}
+            is_sum = loaded.pop("momentum_form", "ema") == "sum"
             group.clear()
             group.update(loaded | kept)
-            if group["kind"] == "function":  # torch has cast the states to the parameter's dtype
-                for parameter, index in zip(group["params"], saved["params"], strict=True):
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                if group["kind"] == "function":  # torch has cast states to the parameter's dtype
                     self.state[parameter] = dict(state_dict["state"].get(index, {}))
+                elif is_sum:
+                    local_of(self.state[parameter]["momentum_buffer"]).mul_(1 - group["momentum"])
         self._make_states()
-        for group, loaded in zip(groups, loaded_groups, strict=True):
-            for parameter in group["params"] if group["kind"] == "matrix" else ():
-                buffer = local_of(self.state[parameter]["momentum_buffer"])
-                forms = (loaded["momentum_form"], group["momentum_form"])
-                convert_momentum(buffer, group["momentum"], *forms)
         self.half_step = None
 
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -396,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             index_of = dict(zip(saved.get("param_names", ()), indices, strict=False))
             if index_of.keys() == set(names) and len(index_of) == len(names):
                 indices = [index_of[name] for name in names]
-            settings = {key: group[key] for key in self._settings.names(group) if key in group}
+            settings = {key: value for key, value in group.items() if key not in _OTHER_KEYS}
             missing = [key for key in settings if key not in (*saved, *MACHINE_SETTINGS)]
             if missing:
                 text = "the state dict lacks %s, which stay as this optimizer has them"

@@ -100,7 +100,7 @@ def _flops(group: MatrixGroup) -> Counter[tuple[int, int]]:
 def _flops_of(shapes: tuple[tuple[int, int], ...]) -> int:
     """The FLOPs for matrices with these (rows, columns)."""
     settings = MuonSettings()
-    return sum(cost(rows, cols, settings.polynomial, settings.form) for rows, cols in shapes)
+    return sum(cost(rows, cols, settings.polynomial) for rows, cols in shapes)
 
 
 def momenta(group: MatrixGroup, tensors: int) -> Counter[tuple[int, int]]:

@@ -120,7 +120,7 @@ def data_parallel(
     job.refuse(
         problems,
         f"unused={unused_parameters} memory={memory} bucket={bucket_mb} grain={grain} "
-        f"overlap={overlap_gather} {settings.preset} {settings.form}",
+        f"overlap={overlap_gather} {settings.preset}",
         [
             f"{routes[id(f.parameter)].kind} over {home.mesh_dim_names} {tuple(home.shape)}"
             for f, home in zip(job.found, job.homes, strict=True)
@@ -195,7 +195,7 @@ def _planned_buckets(
 
 def _matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings, measured: bool) -> int:
     """The cost of Newton-Schulz on all matrices of one parameter."""
-    cost = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
+    cost = partial(price, polynomial=settings.polynomial, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
     return sum(cost(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
 

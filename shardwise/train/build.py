@@ -97,7 +97,6 @@ def build(config: TrainConfig, world: World, fitted: dict[str, Any] | None = Non
     if isinstance(model, GPT):
         model.document_end = world.together(lambda: document_end(config, corpus))
     optimizer = build_optimizer(config, model)
-    optimizer.compile_ahead()
     return Parts(
         config=config,
         fitted=fitted,

@@ -21,12 +21,7 @@ OptimizerName = Literal[
     "muon",
     "adamw",
     "normuon",
-    "adamuon",
     "soap",
-    "shampoo",
-    "dion",
-    "scion",
-    "spectral_lion",
 ]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "fp8_block"]
 

@@ -249,7 +249,7 @@ def test_after_half_a_step_weights_and_states_must_be_loaded(
     before = {name: full(value).clone() for name, value in net.state_dict().items()}
     states = copy.deepcopy(made[0].state_dict())
     vector_loss(net, rank, 1).backward()
-    with mock.patch.object(MatrixGroup, "_by_group", side_effect=BoomError("between two parts")):
+    with mock.patch.object(MatrixGroup, "_alike", side_effect=BoomError("between two parts")):
         raised(made[0].step, BoomError)
     assert any(not torch.equal(full(p), before[name]) for name, p in net.named_parameters())
     said = raised(made[0].step, RuntimeError)

@@ -99,8 +99,9 @@ FAULTS = {
     ),
     "Muon moves matrices that have no gradient": (
         "optim/matrix_group.py",
-        "for numbers in self._by_group(spans, now.given):\n            first, written",
-        "for numbers in self._by_group(spans, [True] * 99):\n            first, written",
+        "for numbers, step in self._alike(now, spans):\n            written, weights",
+        "for numbers, step in self._alike(now._replace(given=[True] * 99), spans):\n"
+        "            written, weights",
     ),
     "hsdp: a norm counts every replica": (
         "optim/gradients.py",

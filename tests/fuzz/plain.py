@@ -91,7 +91,7 @@ class PlainMuon(torch.optim.Optimizer):
         if p.dim() == 3 and rows == 2 * columns:  # gate and up of experts, one above the other
             rows //= 2
         update = grad.lerp(buffer, momentum).view(-1, rows, columns)
-        update = newton_schulz(update, settings.polynomial, form=settings.form).view_as(p)
+        update = newton_schulz(update, settings.polynomial).view_as(p)
         p.mul_(1 - MUON["lr"] * MUON["weight_decay"])
         p.add_(update.to(p.dtype) * math.sqrt(max(1.0, rows / columns)), alpha=-MUON["lr"])
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.placements import PARTIAL, REPLICATE, SHARD
+from shardwise.optim import ownership
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.whole import whole_parameters, whole_state
 
@@ -21,6 +23,18 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
 }
+
+
+@contextmanager
+def small_rounds(nbytes: int = 1) -> Iterator[None]:
+    """Optimizers that are built meanwhile exchange so little at a time: one matrix of each owner,
+    or more."""
+    before = ownership.ROUND_BYTES, ownership.most_rounds
+    ownership.ROUND_BYTES, ownership.most_rounds = nbytes, lambda owned: 1 << 30
+    try:
+        yield
+    finally:
+        ownership.ROUND_BYTES, ownership.most_rounds = before
 
 
 def full(value: Tensor) -> Tensor:

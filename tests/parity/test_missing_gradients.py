@@ -30,10 +30,10 @@ WAYS = {
     "fsdp2": (3, "spread"),
     "fsdp2 hybrid": (4, "spread"),
     # Functions, which keep states on the owners.
-    "zero0 scion": (2, "scion"),
+    "zero0 normuon": (2, "normuon"),
     "zero3 normuon": (3, "normuon"),
-    "data_parallel scion": (2, "scion"),
-    "fsdp2 scion": (3, "scion"),
+    "data_parallel normuon": (2, "normuon"),
+    "fsdp2 normuon": (3, "normuon"),
 }
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("up", "down")]
 
@@ -105,7 +105,7 @@ def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:
 def test_what_has_no_gradient_stays_as_in_one_process(way: str) -> None:
     world_size, replicas = WAYS[way]
     found = run_ranks(lacking, world_size, way, replicas)
-    states = {"scion": 2, "normuon": 3}.get(replicas, 1)  # of a matrix
+    states = {"normuon": 3}.get(replicas, 1)  # of a matrix
     assert found == [7 * (15 + 4 * states + 33)] * world_size
 
 
@@ -133,7 +133,7 @@ def frozen(rank: int, world_size: int, way: str, replicas: str) -> None:
 # Without a second way under which the engine is the same and the optimizer's decision is too: more
 # replicas that repeat, more functions, torch's hybrid.
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hsdp repeat", "hfsdp", "fsdp2")
-ENGINES += ("data_parallel", "data_parallel scion", "zero3 normuon")
+ENGINES += ("data_parallel", "data_parallel normuon", "zero3 normuon")
 
 
 @pytest.mark.parametrize("way", ENGINES)

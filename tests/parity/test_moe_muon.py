@@ -37,7 +37,7 @@ def looped(values: dict[str, Tensor]) -> dict[str, Tensor]:
         done = []
         for index, part in enumerate(parts):
             matrix = nn.Parameter(part.clone())
-            optimizer = sw.Muon([matrix], lr=0.05)
+            optimizer = sw.Muon([matrix], lr=0.05, weight_decay=0.0, preset="nonic")
             for step in range(STEPS):
                 whole = gradient(step, number, tuple(value.shape))
                 matrix.grad = whole.chunk(len(parts))[index].clone()

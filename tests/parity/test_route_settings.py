@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 OWN = {
     "layers.*": {"lr_scale": 0.5},
-    "layers.0.up.weight": {"lr_scale": 0.25, "momentum": 0.5, "scale": "unit_rms"},
+    "layers.0.up.weight": {"lr_scale": 0.25, "momentum": 0.5, "scale": "unit_rms_norm"},
     "*bias": {"weight_decay": 0.0, "lr": 3e-3, "lr_scale": 2.0},
 }
 

@@ -40,22 +40,21 @@ class SlowMuon:
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        form: str = "ema",
         nesterov: bool = True,
         cautious: bool = False,
-        scale: str = "spectral",
+        scale: str = "original",
     ) -> None:
         self.weights = {name: value.double().clone() for name, value in weights.items()}
         self.buffers = {name: torch.zeros_like(value) for name, value in self.weights.items()}
         self.rows_of, self.preset, self.scale = rows_of, preset, scale
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.form, self.nesterov, self.cautious = form, nesterov, cautious
+        self.nesterov, self.cautious = nesterov, cautious
 
     def step(self, grads: dict[str, Tensor]) -> None:
         mu = self.momentum
         for name, weight in self.weights.items():
             grad, buffer = grads[name].double(), self.buffers[name]
-            fresh = grad * (1 - mu) if self.form == "ema" else grad
+            fresh = grad * (1 - mu)
             buffer.copy_(mu * buffer + fresh)
             update = buffer.clone()
             if self.nesterov:
@@ -74,10 +73,12 @@ class SlowMuon:
             weight.sub_(decayed).sub_(self.lr * whole)
 
     def factor(self, rows: int, columns: int) -> float:
-        if self.scale == "spectral":
+        if self.scale == "original":
             return math.sqrt(max(1, rows / columns))
         if self.scale == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        if self.scale == "unit_rms":
+        if self.scale == "unit_rms_norm":
             return math.sqrt(rows / columns)
+        if self.scale == "max_side":
+            return math.sqrt(max(rows, columns))
         return 1.0

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-import shardwise as sw  # noqa: E402
-from shardwise.kernels import ahead, launch, newton_schulz  # noqa: E402
-from shardwise.optim import matrix_group  # noqa: E402
-from tests.models import Weights  # noqa: E402
+from shardwise.kernels import launch  # noqa: E402
 
 
 @triton.jit
@@ -133,96 +128,3 @@ def test_boxes_are_triton_s_own_and_hold_no_memory_of_another_tensor() -> None:
         for _ in range(2):
             with pytest.raises(AssertionError, match="aligned"):
                 launch.boxes(wrong, [16, 16])
-
-
-# ------------------------------------------------------------------------------ ahead of a launch
-
-MATRICES = {
-    "a": (128, 128), "b": (128, 128), "tall": (768, 256), "wide": (256, 768), "stack": (3, 32, 64),
-    "odd": (129, 200), "exchanged": (256, 192), "vector": (256,),
-}  # fmt: skip
-
-
-def test_a_step_asks_for_no_form_that_was_not_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}  # by whether ahead
-    backend = CUDABackend(GPUTarget("cuda", 90, 32))
-
-    def note(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        bind = create_function_from_signature(self.signature, self.params, backend)
-        asked[warmup].add((self.__name__, str(bind(*args, **constants)[1:])))
-        return SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
-
-    monkeypatch.setattr(type(_kernel), "run", note)
-    monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    monkeypatch.setattr(newton_schulz, "uses_kernels", lambda device: True)
-    monkeypatch.setattr(matrix_group, "kernels_everywhere", lambda device, axes: True)
-    model = Weights(MATRICES)
-    sw.route(model, split={"exchanged": sw.Split.interleaved(2)})
-    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
-    optimizer.compile_ahead()
-    assert not asked[False] and asked[True]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with torch.no_grad():
-        for group in optimizer._matrix_groups or ():
-            assert list(group.step(optimizer.state, torch.zeros(2)))
-    assert asked[True] < asked[False]
-    late = {name for name, _ in asked[False] - asked[True]}
-    assert late == {"_momentum_kernel", "_update_kernel"}, "of the pieces of an exchange alone"
-    kernels = ("momentum", "normalise", "factors", "symmetric", "product", "block", "update")
-    assert {name for name, _ in asked[True]} == {f"_{kernel}_kernel" for kernel in kernels}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_launch_waits_for_what_is_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """And raises what the compilation raised. A thread loads no launcher: of two threads that did,
-    one could get the launcher of the other's kernel ("takes exactly 38 arguments (30 given)")."""
-    begun, may_end, made, loaded = threading.Event(), threading.Event(), [], []
-
-    def compile(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert may_end.wait(60)
-        if fails:
-            raise RuntimeError("no such instruction")
-        made.append(threading.get_ident())
-        return Compiled()
-
-    class Compiled:
-        function = packed_metadata = None
-        launch_metadata = staticmethod(lambda *args: None)
-
-        @property
-        def run(self) -> Any:
-            loaded.append(threading.get_ident())
-            return lambda *args: None
-
-    class Driver:
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device: 0)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    monkeypatch.setattr(triton.compiler, "compile", compile)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    fresh = triton.jit(_kernel.fn)
-    options = {"wide": 1, "kind": tl.float32, "num_warps": 4}
-    box = launch.boxes(torch.empty(64, 64, device="meta"), [16, 16])
-    flat = torch.empty(4096, device="meta")
-    ahead.compile_ahead(lambda: launch.run(fresh, (5,), box, flat, 2, 0.5, **options))
-    assert begun.wait(60) and not made, "it goes on in a thread"
-    may_end.set()
-    if fails:
-        with pytest.raises(RuntimeError, match="no such instruction"):
-            launch.run(fresh, (5,), BOX, FLAT, 2, 0.5, **options)
-    else:
-        launch.run(fresh, (5,), BOX, FLAT, 2, 0.5, **options)
-        assert len(made) == 1 and made != [threading.get_ident()]
-        assert set(loaded) == {threading.get_ident()}

@@ -13,13 +13,13 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardwise.kernels.forms import Polynomial, milliseconds
 from shardwise.optim.presets import (
-    PRESETS,
     choose_form,
     cost,
     newton_schulz,
     polynomial_of,
     price,
 )
+from tests.kernel_cases import PRESETS
 from tests.reference.muon import exact_newton_schulz, polar_factor
 
 SHAPES = [(32, 32), (16, 48), (48, 16), (7, 13), (1, 9), (64, 20)]
@@ -213,7 +213,7 @@ def test_the_cheaper_form_is_chosen() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match="preset 'kelller' is unknown: use keller, you"):
+    with pytest.raises(ValueError, match="preset 'kelller' is unknown: use keller, polar"):
         polynomial_of("kelller")
     with pytest.raises(ValueError, match=r"one step or more; safety=0\.5"):
         Polynomial(name="mine", coefficients=(), safety=0.5)

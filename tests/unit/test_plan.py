@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
-from shardwise.report import engine
 from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, dry_run, plan
 from shardwise.report.planned import Mesh, strategy_name
@@ -359,30 +357,6 @@ def test_layers_that_are_alike_and_ranks_cost_nothing_more(
     # a buffer of weights (gathered twice; the root's once), and of packed gradients
     assert few["events"] == 3 * (4 * 3 + 2) and ranks["events"] == 3 * (4 * 2 * 3 + 2)
     assert many["events"] == 3 * (126 * 2 * 3 + 2), "three of sixteen microbatches are played"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_states_and_step_of_muon_fit_into_the_states_of_adamw(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By plan; tests/comm/test_plan.py compares plans with the ledger of ranks that step."""
-    with torch.device("meta"):
-        model = Llama(384, 384, 1056, 12, 1000)
-    cases: list[tuple[dict[str, int], str]] = [({"dp": 1}, "zero3")]
-    cases += [({"dp": 2}, f"zero{stage}") for stage in (0, 1, 3)]
-    cases += [({"dp_outer": 2, "dp": 2}, name) for name in ("hsdp", "hfsdp")]
-    # On CPUs six copies of the matrix that is computed are too many for a share of a quarter.
-    for shape, strategy in cases if device == "cuda" else cases[:-1]:
-        both = [plan(model, shape, strategy, optimizer=o, device=device) for o in ("adamw", "muon")]
-        spare = both[0].optimizer_bytes - both[1].optimizer_bytes
-        assert 0 < both[1].peak["step"] <= spare, (shape, strategy)
-    alone = plan(model, {"dp": 84}, optimizer="muon", device=device)
-    copies = 2 if device == "cuda" else 8
-    assert alone.peak["step"] <= copies * 4 * 384 * 1056, "one matrix: as received, and whole"
-    monkeypatch.setattr(engine, "MuonSettings", partial(sw.muon, step_bytes=1 << 40))
-    both = [plan(model, {"dp": 2}, optimizer=o, device="cpu") for o in ("adamw", "muon")]
-    spare = both[0].optimizer_bytes - both[1].optimizer_bytes
-    assert both[1].peak["step"] > 2 * spare, "in as much memory as it likes"
 
 
 def test_405_billion_parameters_over_4096_ranks() -> None:

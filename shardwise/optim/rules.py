@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rule: what an optimizer of whole matrices computes, and where.
+
+    before     element by element, on the rows that lie here: momentum
+    compute    whole matrices of one shape, as a batch, on the rank that owns them
+    after      element by element, on the rows that lie here: scale, weight decay, write
+
+    rank 0   | A 0-3 | B 0-1 |   --\                /--   rows of A and B
+    rank 1   | B 2-3 | C 0-3 |   --->  owner: batch ---->   rows of B and C
+
+``before`` and ``after`` get lists of pieces, so that one kernel can serve them all. The states that
+``before`` reads are stored like the gradient. The states that ``compute`` reads lie whole with the
+owner. A rule is a frozen dataclass of its settings. A parameter group of the optimizer holds the
+settings under the same names, and a step reads them there, because schedulers change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables import Matrices
+from shardwise.optim.blocks import Blocks
+from shardwise.optim.presets import DEFAULT, polynomial_of, price
+
+State = dict[str, Tensor]
+Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by state: its shape and dtype
+
+
+class Piece(NamedTuple):
+    """Where a list entry of ``before`` or ``after`` lies: elements [begin, end) of a parameter."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a rule is told in a step, beside tensors."""
+
+    settings: Mapping[str, Any]  # the parameter group
+    age: int = 0  # ``compute``: the steps that these matrices have had
+    narrow: bool = False  # ``compute``: return fp16, without the scale
+    scale: float = 1.0  # ``after``: the factor that the updates lack
+    clip: Tensor | None = None  # see ``Clip.on_device``; with kernels only
+    by_kernels: bool = False
+    pieces: Callable[[], Sequence[Piece]] = tuple  # ``before``, ``after``: where each tensor lies
+
+
+class Rule:
+    """The base of rules. What is not overridden leaves gradients and updates as they are."""
+
+    kind: ClassVar[str]
+    row_states: ClassVar[tuple[str, ...]] = ()  # zeros at first, stored like the gradient
+    has_kernels: ClassVar[bool] = False  # whether every hook can run by kernels, which also clip
+    has_whole_states: ClassVar[bool] = False
+
+    @property
+    def exchange(self) -> Any:
+        """Parameters of rules with equal values are exchanged together."""
+        return type(self)
+
+    def whole_states(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
+        """The states of one matrix [rows, cols] that lie with its owner."""
+        return {}
+
+    def cost(self, rows: int, cols: int, settings: Mapping[str, Any], *, measured: bool) -> int:
+        """The load of a matrix when owners are balanced."""
+        polynomial = polynomial_of(settings.get("preset", DEFAULT))
+        return price(rows, cols, polynomial, measured=measured)
+
+    def alike(self, settings: Mapping[str, Any]) -> Hashable:
+        """Matrices of parameter groups with equal values are computed in one batch."""
+        return ()
+
+    def factor(self, rows: int, cols: int, settings: Mapping[str, Any]) -> float:
+        """The factor on the update of a whole matrix [rows, cols]."""
+        return 1.0
+
+    def before(
+        self,
+        gradients: list[Tensor],
+        states: dict[str, list[Tensor]],
+        places: list[Tensor],
+        step: Step,
+    ) -> None:
+        """Write the values to compute from to ``places``, in fp32. Gradients are only read."""
+        torch._foreach_copy_(places, gradients)
+
+    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
+        """The updates of whole matrices [n, rows, cols], in new memory. ``state`` is empty exactly
+        in the first step of these matrices, and is written in place."""
+        raise NotImplementedError
+
+    def compute_blocks(self, batch: Tensor, blocks: Blocks, step: Step) -> Tensor:
+        """:meth:`compute` from this rank's blocks of rows or columns, which do not move; for
+        ``tensor_parallel="distributed"``."""
+        raise NotImplementedError
+
+    def after(self, weights: list[Tensor], updates: list[Tensor], step: Step) -> None:
+        """Subtract the updates from the weights, in place."""
+        settings = step.settings
+        if settings["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - float(settings["lr"]) * settings["weight_decay"])
+        pairs = zip(updates, weights, strict=True)
+        torch._foreach_sub_(weights, [update.to(weight.dtype) for update, weight in pairs])
+
+    def whole(
+        self,
+        gradients: Matrices,
+        states: dict[str, Matrices],
+        weights: Matrices,
+        most_bytes: int,
+        step: Step,
+    ) -> None:
+        """All three hooks for matrices that this rank owns and stores whole, by kernels, as many at
+        a time as ``most_bytes`` of memory allow."""
+        raise NotImplementedError
