@@ -302,3 +302,16 @@ def test_figures_come_from_result_files(page: Path) -> None:
 
 def test_figures_of_nowhere_are_found() -> None:
     assert untraced("replicas", "1.020 and 3.21x and 12.27 GiB and 77 ms") == ["3.21", "77"]
+
+
+def test_each_invariant_has_its_test_and_its_negative_control() -> None:
+    rows = re.findall(
+        r"^\| (I\d+) \|.*\|(.+)\|(.+)\|$", (ROOT / "docs/promises.md").read_text(), re.M
+    )
+    assert [name for name, *_ in rows] == [f"I{number}" for number in range(1, 17)]
+    for name, *columns in rows:
+        for column in columns:
+            found = re.findall(r"`([^`:]+)::(\w+)`", column)
+            assert found, f"{name} has no test"
+            for path, test in found:
+                assert f"def {test}(" in (ROOT / "tests" / path).read_text(), (name, path, test)
