@@ -334,7 +334,9 @@ class _Job:
         report.left_out, report.kept = sorted(saved - self.used), self.kept
         report.differences = differences
         if report.config is not None:
-            report.differences += _unlike(self.manifest.config or {}, dict(report.config))
+            saved_config = self.manifest.config or {}
+            saved_config = {key: saved_config.get(key) for key in report.config}
+            report.differences += _unlike(saved_config, report.config)
 
 
 def _unlike(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,8 @@
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
-{"kind": "resume", "step": 100, "path": ...}         path null: begun again, nothing was saved
+{"kind": "resume", "step": 100, "path": ..., "text": what the load did}
+                   path null: begun again, nothing was saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
 {"kind": "profile", ...}  {"kind": "sample", "text": ...}  {"kind": "end", "reason": ...}
 """
@@ -254,6 +255,8 @@ class Console:
             self.say("restart  the run in this folder ended before its first checkpoint")
         else:
             self.say(f"resumed  {event['path']} after step {event['step']}")
+            if event.get("text"):
+                self.say(f"loaded   {event['text']}")
 
     def _step(self, event: Event) -> None:
         if self._first_step is None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import CheckpointError, SaveError, Store
+from shardwise.checkpoint import CheckpointError, LoadReport, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.core import comm, streams
@@ -58,6 +58,11 @@ CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
 KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
+# Fields of the configuration that change no number of a step: a resumed run may have others.
+_WITHOUT_EFFECT = frozenset(
+    ("hours", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "max_skipped")
+    + ("timeout", "sample", "profile_step")
+)
 SAMPLE_SECONDS = 5.0
 
 
@@ -122,6 +127,7 @@ class Trainer:
         self.experts = ExpertLoad(self.parts.model)
         self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
         self._describe_store()
+        self._resumed: LoadReport | None = None  # what the load of a resume did
         if resume is not None:
             resume = self._restore(resume, or_older)
         elif self.config.init_from is not None:
@@ -143,7 +149,8 @@ class Trainer:
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
             if again:  # path null: the earlier run in this folder was never saved
-                self.events("resume", step=self.step, path=resume and str(resume))
+                text = None if self._resumed is None else str(self._resumed)
+                self.events("resume", step=self.step, path=resume and str(resume), text=text)
 
     def _describe_store(self) -> None:
         """What every checkpoint says about the run, for a resume."""
@@ -151,7 +158,8 @@ class Trainer:
         if self._asked.model.recompute == "auto":
             model = dataclasses.replace(self.config.model, recompute="auto")
             asked = dataclasses.replace(self._asked, model=model)
-        self.store.config = asked.to_json() | {"fitted": self.parts.fitted}
+        more = {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
+        self.store.config = asked.to_json() | more
 
     def _open_tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the data, for a sample; rank 0 keeps its files for an export."""
@@ -427,7 +435,11 @@ class Trainer:
         # the resumed run may have changed them.
         groups = parts.optimizer.param_groups
         configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        resumed = self.store.resume(parts.model, parts.optimizer, path=path, or_older=or_older)
+        config = {k: v for k, v in (self.store.config or {}).items() if k not in _WITHOUT_EFFECT}
+        self._resumed = LoadReport(config=config)
+        resumed = self.store.resume(
+            parts.model, parts.optimizer, path=path, or_older=or_older, report=self._resumed
+        )
         assert resumed is not None
         loaded, extra = resumed
         missing = [key for key in ("step", "data", "skipped") if key not in extra]

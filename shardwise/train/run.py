@@ -325,6 +325,7 @@ def saved_run(checkpoint: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
     if not values:
         raise ValueError(f"{checkpoint} was not written by `shardwise train`: it has no config")
     fitted = values.pop("fitted", None)
+    values.pop("corpus", None)
     try:
         return TrainConfig.from_json(values), fitted
     except (TypeError, ValueError, AttributeError, LookupError) as error:

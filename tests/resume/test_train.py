@@ -83,6 +83,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     """zero2 and hsdp are resumed in interop/test_support, and by ``sw.load`` in test_anything."""
     compare(strategy, optimizer, ranks, tmp_path)
+    (resume,) = events_of(tmp_path / "second", "resume")
+    assert resume["text"].endswith("continues bit for bit"), resume["text"]
 
 
 def test_reading_a_profile_is_no_time_of_the_step_after_it(tmp_path: Path) -> None:
