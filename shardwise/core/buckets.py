@@ -31,8 +31,8 @@ In this way all matrices are whole, at the price of a large bucket and of paddin
 - By default a bucket may have 55 % of all matrices, and padding may be 1/32. A bucket has N shards,
   each as long as its longest matrix, and is reduced once its last gradient has come. With one
   bucket for the whole model no reduction would overlap with backward.
-- ``grain="tensor"`` promises whole matrices. The bucket may have the whole model, and padding may
-  be 1/8. Beyond that, the promise is refused.
+- ``grain="tensor"`` promises whole matrices on any number of ranks. The bucket may have the whole
+  model, and padding is what it takes; plans and the layout say how much.
 
 Beyond the default limits, matrices are cut: in k equal parts (grain ``tensor/k``) if there are
 fewer than N matrices of a size, or if a row of them is too large. A bucket then holds N/k matrices,
@@ -76,7 +76,6 @@ SMALL_ROW = 1 << 20
 # The largest padding, as 1/n of all matrices:
 LITTLE_PADDING = 64  # counts as little
 WHOLE_PADDING = 32  # to keep matrices whole
-PROMISED_PADDING = 8  # to keep matrices whole with grain="tensor"
 CUT_PADDING = 128  # of a matrix in equal parts, or of a bucket that is cut by rows
 BLOCK_PADDING = 16  # of a bucket, to keep fp8 blocks whole: cut blocks are sent as bf16
 MOST_TRIED = 12  # choices of rows that may join the matrices that fill no row
@@ -135,7 +134,7 @@ def plan_matrices(
         bucket_size: number of elements from which on a bucket is large enough to be sent.
         fill: parameters that may be cut anywhere, in backprop order. If they fill a bucket, its
             members include them, numbered after the matrices.
-        grain: "tensor": raise instead of cutting a matrix. ROW: cut a matrix instead of making a
+        grain: "tensor": cut no matrix, whatever is padded. ROW: cut a matrix instead of making a
             bucket much larger than ``bucket_size``.
     """
     assert len(items) == len(costs) and num_shards > 0 and bucket_size > 0
@@ -144,10 +143,10 @@ def plan_matrices(
     share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
     largest = max(limit, int(total * share))
     filler = [_cut_between_blocks(item) for item in fill]
-    little, modest, promised = (
-        max(total // fraction, CHEAP_PADDING)
-        for fraction in (LITTLE_PADDING, WHOLE_PADDING, PROMISED_PADDING)
+    little, modest = (
+        max(total // fraction, CHEAP_PADDING) for fraction in (LITTLE_PADDING, WHOLE_PADDING)
     )
+    promised = num_shards * total  # any padding
     cut = _kinds(items, costs, num_shards, bucket_size, limit, largest)
     uncut = [
         kind if kind is not None and item.grain.count % kind.parts == 0 else None
@@ -159,7 +158,7 @@ def plan_matrices(
         (cut, [], little, 1),
     ):
         rows, loose = _in_rows(kinds, num_shards)
-        least, best = num_shards * total, None
+        best = None
         for kept, members in _choices(rows, loose, tries, bucket_size, limit):
             if not members:
                 return _built(items, kept, num_shards)
@@ -175,15 +174,8 @@ def plan_matrices(
                     best = grade, kept, packed
                 if grade == 0:
                     break
-            least = min(least, padding)
         if best is not None:
             return _built(items, best[1], num_shards, best[2])
-        if grain == "tensor":
-            raise ValueError(
-                f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad "
-                f"buckets by {100 * least / total:.0f} %, over {100 // PROMISED_PADDING} %: use "
-                f"fewer ranks, or leave grain out, so that matrices may lie on several ranks"
-            )
     runs = _in_order([items[index] for index in loose], bucket_size)
     rest = [_cut_anywhere(items, [loose[index] for index in run], num_shards) for run in runs]
     return _built(items, kept, num_shards, *rest)

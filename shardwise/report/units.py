@@ -138,11 +138,8 @@ class ToWrap:
 
 def price_of_whole(source: ToWrap, options: Options) -> str:
     """The cost of storing every matrix whole, which is why ``data_parallel`` cuts some."""
-    try:
-        with separate_ledger():
-            wrapped = replace(source, grain="tensor").wrapped(options, 0)
-    except ValueError:
-        return "grain='tensor' is impossible: whole matrices need more than an eighth padding"
+    with separate_ledger():
+        wrapped = replace(source, grain="tensor").wrapped(options, 0)
     layouts = [group.layout for unit in units_of(wrapped) for group in unit.groups]
     sizes = [layout.payload for layout in layouts]
     padding = sum(layout.padding for layout in layouts)

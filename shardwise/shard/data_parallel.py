@@ -85,9 +85,9 @@ def data_parallel(
             of backward can overlap with its reduction. If that is not enough, or pads by more than
             1/32, matrices are cut into equal parts on several ranks, and the optimizer gathers the
             parts. ``sw.plan`` shows how many matrices are cut, and why.
-        grain: ``"tensor"`` promises that every matrix lies whole on one rank. This costs larger
-            buckets and padding, and is refused if it pads by more than 1/8. ``sw.ROW``: cut
-            matrices if that keeps buckets near ``bucket_mb``.
+        grain: ``"tensor"`` promises that every matrix lies whole on one rank, on any number of
+            ranks. This costs larger buckets, which overlap less, and padding: ``sw.plan`` says how
+            much. ``sw.ROW``: cut matrices if that keeps buckets near ``bucket_mb``.
         meshes: other meshes for some parameters, by name pattern: ``{"*.experts": expert_mesh}``. A
             pattern that names a module stands for all parameters below the module. Their gradients
             are summed over that mesh and divided by the number of ranks of ``mesh``, because an

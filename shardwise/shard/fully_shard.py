@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.core import comm
-from shardwise.core.layout import CHEAP_PADDING, Item, Layout, cut_finer, plan, plan_groups
+from shardwise.core.layout import Item, Layout, cut_finer, plan, plan_groups
 from shardwise.core.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.core.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
@@ -33,7 +33,6 @@ from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import GrainChoice, PlannedBuffer, Wrapping, grain_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
-PROMISED_PADDING = 8  # grain="tensor" is refused if it pads by more than an eighth
 
 
 def fully_shard(
@@ -86,7 +85,7 @@ def fully_shard(
         grain: the smallest piece of a parameter that may not be cut: a value for all parameters, or
             a function of name and parameter. Default: a row. If whole rows would pad the buffers of
             a unit by more than 1/16 (with about as many ranks as rows): an element. ``"tensor"``
-            promises that no matrix is cut, and is refused if that pads by more than 1/8.
+            promises that no matrix is cut, whatever that pads; ``sw.plan`` says how much.
         unused_parameters: what to do for a parameter of a unit that ran, and that got no gradient:
 
             - ``"none"``: ``.grad`` stays None. If other ranks have a gradient, theirs is NaN.
@@ -158,15 +157,6 @@ def _planned_groups(job: Wrapping, grain: GrainChoice | None) -> list[PlannedBuf
         items = tuple(item_of(job.stored[at], grain_of(found[at], grain)) for at in positions)
         for members, layout in _laid_out(items, job.num_shards(home), grain is None):
             groups.append(PlannedBuffer(tuple(positions[at] for at in members), layout, home))
-    padding = sum(group.layout.padding for group in groups)
-    payload = sum(group.layout.payload for group in groups)
-    if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
-        raise ValueError(
-            f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
-            f"unit, whole on {job.num_shards(job.homes[0])} ranks, would pad the unit's buffers by "
-            f"{100 * padding / payload:.0f} %, over {100 // PROMISED_PADDING} %: wrap larger "
-            f"units, use sw.data_parallel or fewer ranks, or leave grain out"
-        )
     return groups
 
 

@@ -206,16 +206,14 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         assert made.matrices is not None and made.matrices.num_whole == whole, ranks
         assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
         price = {
-            8: "grain='tensor' is impossible",
+            8: "80 % of the model into one bucket, with 60.0 % padding",
             10: "100 % of the model into one bucket, with 0.0 % padding",
         }
         assert whole == 10 or price[ranks] in str(made)
-    with pytest.raises(
-        ValueError, match=r"10 matrices whole on 64 ranks would pad buckets by 540 %"
-    ):
-        plan(model, {"dp": 64}, "zero1", optimizer="muon", bucket_mb=1, grain="tensor")
-    with pytest.raises(ValueError, match=r"grain='tensor': 'weight' and the other 0 .* 3 ranks"):
-        plan(model, {"dp": 3}, "zero3", grain="tensor")
+    for shape, strategy in (({"dp": 64}, "zero1"), ({"dp": 3}, "zero3")):  # whatever it pads
+        made = plan(model, shape, strategy, optimizer="muon", grain="tensor")
+        assert made.matrices is not None and made.matrices.num_whole == 10
+        assert made.padding > made.num_parameters
     with pytest.raises(ValueError, match="plan: grain='whole': choose 'tensor', a Grain"):
         plan(model, {"dp": 3}, "zero3", grain="whole")
 
