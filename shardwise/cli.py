@@ -8,10 +8,10 @@ Parsing imports no torch, so ``--help`` is quick.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import importlib
+import io
 import logging
 import os
 import signal
@@ -80,7 +80,9 @@ HELP = ("-h", "--help")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
-    _mend_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # the encoding of a stream may lack characters
+            stream.reconfigure(errors="backslashreplace")
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if "torch" in sys.modules:
         from shardwise.train.launch import leave
@@ -159,25 +161,6 @@ def _parse(name: str, kind: type, default: Any, words: list[str]) -> Any:
         if not stopped.code and _speaks():  # the user asked for help
             print("\n  ".join(["examples:", *COMMANDS[name][1]]))
         raise
-
-
-def _mend_streams() -> None:
-    """Open closed standard streams (``>&-``) on /dev/null. Otherwise the next file that is opened
-    gets the number of a standard stream, and libraries write to that number. Escape characters that
-    the encoding of a stream lacks."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream: Any = getattr(sys, name)
-        if stream is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            with contextlib.suppress(OSError):
-                os.fstat(number)  # another file has this number already
-                number = null
-            if number != null:
-                os.dup2(null, number)
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "w" if name != "stdin" else "r"))
-        elif number and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _refuse_empty(words: list[str]) -> None:

@@ -7,7 +7,7 @@
 The logits of a microbatch are its largest tensor: 16 x 2048 tokens and 50,000 words make 6.6 GB in
 fp32, and their gradient has the same size. So rows are processed in chunks, and forward computes
 the gradients of each chunk while its logits exist: three products, as in the plain loss. Backward
-only scales these gradients.
+only scales these gradients. An evaluation (``torch.no_grad``) computes the logits alone.
 
 Under tensor parallelism the vocabulary is cut over ranks, and no rank has a whole row of V logits:
 
@@ -36,7 +36,7 @@ from shardwise.precision.fp8_weight import Coded
 IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient
 
-Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Softmax = Callable[..., tuple[Tensor, Tensor | None]]  # see softmax_and_gradient
 
 
 class Words(NamedTuple):
@@ -96,8 +96,9 @@ def linear_cross_entropy(
     pieces = -(-rows.shape[0] * width // chunk)
     size = -(-rows.shape[0] // pieces)
     step = softmax or softmax_and_gradient
+    learns = torch.is_grad_enabled()  # a Function's forward does not see it
     return _Chunked.apply(  # type: ignore[no-any-return, no-untyped-call]
-        rows, head, answers, scored, z_coefficient, size, step
+        rows, head, answers, scored, z_coefficient, size, step, learns
     )
 
 
@@ -110,10 +111,12 @@ def softmax_and_gradient(
     targets: Tensor,
     scored: Tensor,
     z_coefficient: float,
+    learns: bool = True,
     words: Words | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, divided by ``scored``, and its gradient for the logits, in their dtype.
-    ``words``: the words of this rank, if a rank does not have all words (collective)."""
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a chunk, divided by ``scored``, and its gradient for the logits, in their dtype
+    (``learns``). ``words``: the words of this rank, if a rank does not have all words (collective).
+    """
     x = logits.float()  # [n, V]
     counts = (targets != IGNORED).unsqueeze(1)  # [n, 1]
     if words is None:
@@ -132,6 +135,8 @@ def softmax_and_gradient(
         denominator, answered = sums[0].log() + largest, sums[1]
     losses = denominator - answered + z_coefficient * denominator.square()
     loss = losses.where(counts, 0).sum() / scored
+    if not learns:
+        return loss, None
     answer = torch.arange(x.shape[1], device=x.device) == index  # [n, V]
     if words is not None:
         answer &= here
@@ -153,22 +158,25 @@ class _Chunked(torch.autograd.Function):
         z_coefficient: float,
         size: int,
         softmax: Softmax,
+        learns: bool,
     ) -> Tensor:
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        of_rows = torch.empty_like(rows) if learns and ctx.needs_input_grad[0] else None
         # Summed over the chunks in fp32, for any dtype of the head.
         of_head = None
-        if ctx.needs_input_grad[1]:
+        if learns and ctx.needs_input_grad[1]:
             of_head = torch.zeros_like(head, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], size):
             part = slice(begin, begin + size)
             loss, gradient = softmax(
-                F.linear(rows[part], head), targets[part], scored, z_coefficient
+                F.linear(rows[part], head), targets[part], scored, z_coefficient, learns
             )
             total += loss
             if of_rows is not None:
+                assert gradient is not None
                 torch.mm(gradient, head, out=of_rows[part])
             if of_head is not None:
+                assert gradient is not None
                 _add_product(of_head, gradient.t(), rows[part])
             del gradient
         ctx.save_for_backward(of_rows, of_head)
@@ -184,7 +192,7 @@ class _Chunked(torch.autograd.Function):
         if of_head is not None:
             scaled = torch.empty_like(of_head, dtype=ctx.head_dtype)
             of_head = torch.mul(of_head, grad, out=scaled)
-        return of_rows, of_head, None, None, None, None, None
+        return of_rows, of_head, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -214,11 +213,6 @@ class Console:
     def _open(self) -> RichConsole:
         return _Out(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
 
-    @property
-    def _live(self) -> bool:
-        """Whether a bar can be redrawn: on a terminal, and in a notebook that has widgets."""
-        return self.out.is_terminal or (self.out.is_jupyter and find_spec("ipywidgets") is not None)
-
     def __str__(self) -> str:
         return "the console"
 
@@ -262,7 +256,7 @@ class Console:
         if self._first_step is None:
             self._first_step = event["step"] - 1
             self._began = time.monotonic() - event["seconds"]
-        if self._live:
+        if self.out.is_terminal:
             self._advance(event)
         elif event["step"] % self.every == 0 or event["step"] in (1, self.steps):
             self.say(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, GPTConfig
@@ -145,3 +146,17 @@ def test_a_wrapped_model_takes_the_loss_in_chunks(rank: int, world_size: int) ->
             model(tokens, tokens).backward()
         assert sizes == expected
         assert model.head is not None and model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("softmax", [None, softmax_and_gradient])
+def test_an_evaluation_computes_no_gradient(softmax: Any) -> None:
+    """Its only product is that of the logits; and the loss is the same."""
+    hidden = torch.randn(6, 8, requires_grad=True)
+    head, targets = torch.randn(10, 8, requires_grad=True), torch.randint(0, 10, (6,))
+    product, losses, counts = 2 * 6 * 8 * 10, [], []
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, FlopCounterMode(display=False) as counter:
+            loss = linear_cross_entropy(hidden, head, targets, chunk=20, softmax=softmax)
+        losses.append(loss.item())
+        counts.append(counter.get_total_flops())
+    assert losses[0] == losses[1] and counts[1] == product < counts[0]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib.machinery
 import io
 import itertools
 import json
@@ -16,7 +15,6 @@ import re
 import resource
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -319,34 +317,6 @@ def test_a_bar_fits_80_columns() -> None:
     figures = _figures(step_event(1) | {"expert_load_max": 1.5})
     assert figures.endswith("1.50 GiB  expert load 1.5x")
     assert _figures(step_event(1), 1) == "loss 2.000", "the last to go"
-
-
-class Output(contextlib.nullcontext[None]):
-    """As much of the widget as rich uses."""
-
-    def clear_output(self, wait: bool) -> None: ...
-
-
-def test_a_notebook_with_widgets_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    notebook = types.ModuleType("IPython.display")
-    notebook.display = lambda *things, **_: shown.extend(things)  # type: ignore[attr-defined]
-    widgets = types.ModuleType("ipywidgets")
-    widgets.Output = Output  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
-    for installed in (False, True):
-        found = importlib.machinery.ModuleSpec("ipywidgets", None) if installed else None
-        monkeypatch.setattr("shardwise.train.logs.find_spec", lambda name, found=found: found)
-        monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
-        shown.clear()
-        console = Console(2)
-        console.out = RichConsole(force_jupyter=True, width=100, highlight=False)
-        console.log(step_event(1))
-        console.close()
-        bars = [one for one in shown if isinstance(one, Output)]
-        assert bool(bars) == installed
-        line = "" if installed else shown[0]._repr_mimebundle_([], [])["text/plain"]
-        assert installed or "step 1/2" in line, line
 
 
 def test_trackers_get_the_numbers() -> None:
