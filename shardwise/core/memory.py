@@ -88,12 +88,6 @@ class Source(Protocol):
     def release(self, block: Block) -> None: ...
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """An identifier of the memory of a tensor. It exists for a tensor without elements, too: ranks
-    must decide alike."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 class Block:
     """A flat tensor whose memory can be released and acquired again.
 

@@ -64,9 +64,6 @@ class Flow:
         """Give reductions communicators of their own (collective: every rank calls it)."""
         self._reduce_axes = {axis: separate(axis) for axis in dict.fromkeys(axes)}
 
-    def join_reductions(self) -> None:
-        self._reduce_axes = {}
-
     def launch(
         self, collectives: Iterator[comm.Pending], finish: Callable[[], None], *, single: bool
     ) -> None:
