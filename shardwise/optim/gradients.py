@@ -21,7 +21,7 @@ copies and are not added. A NaN or an infinity on any rank makes the norm so on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from shardwise.core.hooks import refuse_unreduced
 from shardwise.core.tensor import ShardedTensor
 from shardwise.core.tensor_whole import gathered
 from shardwise.optim.storage import buffer_of, local_of, sharding_of
+from shardwise.words import quoted
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
 # there is no such axis.
@@ -171,6 +172,18 @@ class Clip:
         that the step must change nothing, else 0."""
         return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
 
+    def refuse_nonfinite(self, name_of: Callable[[Tensor], str]) -> None:
+        """Raise, on every rank alike, if the norm is not finite (the host waits for it)."""
+        if bool(torch.isfinite(self.norm)):
+            return
+        broken = [name_of(parameter) for parameter, norm in self.parts if not norm.isfinite()]
+        raise NonFiniteGradient(
+            f"the gradient norm is {self.norm.item()}; on this rank gradients of "
+            f"{quoted(broken) or 'no parameter'} are not finite. A parameter that has a gradient "
+            f"on some ranks only is NaN on purpose, as experts are that got no token on one rank: "
+            f"wrap with unused_parameters='zeros'. sw.debug(model) names the ranks"
+        )
+
     def scale(self, parameters: Sequence[Tensor]) -> None:
         """Scale the gradients in place."""
         widen_gradients(parameters)
@@ -183,12 +196,7 @@ class Clip:
             torch._foreach_mul_(members, self.factor.to(device=device, dtype=dtype))
 
 
-def measure_clip(
-    parameters: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Clip:
+def measure_clip(parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Clip:
     """The clip that brings the global norm of the gradients to at most ``max_norm``.
 
     Collective over the axes of all parameters, whether they have gradients or not.
@@ -200,8 +208,6 @@ def measure_clip(
     refuse_unreduced(parameters, f"clip_grad_norm({max_norm})")
     place_gradients(parameters)
     norm, parts = _grad_norm(parameters, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
     return Clip(norm, max_norm, parts)
 
 

@@ -96,7 +96,8 @@ class MatrixGroup:
         # fp16 and are scaled when they are applied. All blocks of a matrix need the same scale.
         same = all(len(set(matrix.shapes)) == 1 for matrix in matrices)
         fits = self.rule.has_kernels and wide
-        self.narrow = fits and measured and self.blocks is None and same
+        narrows = measured and self.blocks is None and self.rule.keeps("compute")
+        self.narrow = fits and narrows and same
         dense = all(local.is_contiguous() for local in locals_)
         has_kernels = measured if device.type == "meta" else newton_schulz.uses_kernels(device)
         self.fused = fits and has_kernels and (dense or device.type == "meta")
@@ -133,7 +134,7 @@ class MatrixGroup:
         # By position of a parameter that skips the exchange (with kernels): where its matrices
         # begin in this rank's part of it, by shape.
         self.local: dict[int, dict[tuple[int, int], numpy.ndarray]] = {}
-        if self.fused and self.blocks is None:
+        if self.fused and self.blocks is None and self.rule.keeps("before", "compute", "after"):
             local = self._local_matrices()
             self.exchange.exclude(index for indices in local.values() for index in indices)
             self.local = {position: self._begins_of(of) for position, of in local.items()}

@@ -65,6 +65,12 @@ class Rule:
         """Parameters of rules with equal values are exchanged together."""
         return type(self)
 
+    def keeps(self, *hooks: str) -> bool:
+        """Whether these hooks are those of the class that defines :meth:`whole`, which then may
+        stand for them; else a subclass has changed one."""
+        made = next(kind for kind in type(self).__mro__ if "whole" in vars(kind))
+        return all(getattr(type(self), hook) is getattr(made, hook) for hook in hooks)
+
     def whole_states(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
         """The states of one matrix [rows, cols] that lie with its owner."""
         return {}

@@ -256,7 +256,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 neither a pass over the gradients nor a wait of the host.
         """
         with plain_attributes():
-            clip = measure_clip(self._parameters(), max_norm, norm_type, error_if_nonfinite)
+            clip = measure_clip(self._parameters(), max_norm, norm_type)
+            if error_if_nonfinite:
+                clip.refuse_nonfinite(self._name)
             self._clip = clip if in_step else None  # a later call replaces an earlier one
             if not in_step:
                 clip.scale(self._parameters())

@@ -88,14 +88,17 @@ def overflow(rank: int, world_size: int, strategy: str, value: float) -> list[st
     """A bad element in one rank's piece alone is seen, and raised, by all."""
     model, optimizer = build(strategy, world_size)
     loss_of(model, tokens(0)).backward()
-    last = [p for p in model.parameters() if p.grad.to_local().numel()][-1]
-    if rank == world_size - 1:
+    here = [(n, p) for n, p in model.named_parameters() if p.grad.to_local().numel()]
+    name, last = here[-1]
+    bad = rank == world_size - 1
+    if bad:
         last.grad.to_local().view(-1)[0] = value
     raised = []
     try:
         optimizer.clip_grad_norm(1.0, error_if_nonfinite=True)
     except NonFiniteGradient as error:
         raised.append(str(error))
+        assert (f"'{name}'" if bad else "of no parameter are") in raised[0], "who has it names it"
     assert not torch.isfinite(optimizer.clip_grad_norm(1.0))
     return raised
 

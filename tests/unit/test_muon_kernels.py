@@ -172,6 +172,33 @@ def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(value, expected[name]), name
 
 
+class Halved(sw.muon):
+    """Weights are halved after each step, and updates are half as long."""
+
+    def compute(self, batch: Tensor, state: Any, step: Any) -> Tensor:
+        return super().compute(batch, state, step) / 2
+
+    def after(self, weights: list[Tensor], updates: list[Tensor], step: Any) -> None:
+        super().after(weights, updates, step)
+        torch._foreach_mul_(weights, 0.5)
+
+
+def test_hooks_that_a_subclass_changes_run_where_kernels_serve_too() -> None:
+    found = []
+    for kernels_there in (False, True):
+        with definitions() if kernels_there else nullcontext():
+            model = Weights({"a": (16, 16), "tall": (24, 9), "experts": (3, 8, 12)}, seed=2)
+            optimizer = sw.optimizer(model, matrix=Halved(lr=0.1), elementwise=None)
+            for parameter in model.parameters():
+                parameter.grad = torch.cos(parameter.detach())
+            optimizer.step()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    before = Weights({"a": (16, 16), "tall": (24, 9), "experts": (3, 8, 12)}, seed=2)
+    for mine, its, old in zip(*found, before.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=2e-3)
+        assert (its.norm() / old.norm()) < 0.6
+
+
 def sharded(rank: int, world_size: int) -> list[str]:
     """Whole matrices and travelling ones, all rounds at once and one matrix at a time."""
     plain, _ = trained()
