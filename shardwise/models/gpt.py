@@ -254,10 +254,6 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         return self.config.num_parameters
 
-    @property
-    def context(self) -> int:
-        return self.config.context
-
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the blocks, equal blocks into one graph, and the loss; before the first forward.
 

@@ -4,7 +4,6 @@
 {"kind": "run",    "config": {...}, "corpus": {...}, "world_size": 2, "versions": {...}, ...}
 {"kind": "step",   "step": 12, "loss": 2.9, "bits_per_byte": 4.2, "grad_norm": 0.7, ...}
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
-{"kind": "fp8",    "step": 50, "values": 9437184, "underflows": 120, "undefined": 0}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}

@@ -55,6 +55,7 @@ from shardwise.train.tokens import INFO, write_file
 logger = logging.getLogger(__name__)
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
+LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
 TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
 KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
@@ -140,6 +141,7 @@ class Trainer:
         self._saving: tuple[int, float] | None = None  # of the save in progress: step, time waited
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
+        self._lock = self._owner()
         self.tokenizer = world.together(self._open_tokenizer)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
@@ -160,6 +162,19 @@ class Trainer:
             asked = dataclasses.replace(self._asked, model=model)
         more = {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
         self.store.config = asked.to_json() | more
+
+    def _owner(self) -> bytes | None:
+        """What the lock of the folder says, on rank 0."""
+        lock = self.folder / LOCK
+        return lock.read_bytes() if self.world.first and lock.exists() else None
+
+    def _check_folder(self) -> None:
+        """Raise if the folder was renamed, and another run has taken its name."""
+        if self._owner() not in (None, self._lock):
+            raise ValueError(
+                f"{self.folder} was renamed, and belongs to another run now: this run saves "
+                f"nothing there. End one of the runs"
+            )
 
     def _open_tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the data, for a sample; rank 0 keeps its files for an export."""
@@ -386,6 +401,7 @@ class Trainer:
         extra = {"step": self.step, "data": position, "skipped": self.skips.total}
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
+            self.world.together(self._check_folder)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step, time.perf_counter() - began
         except CheckpointError:

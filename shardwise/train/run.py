@@ -41,13 +41,12 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.hub import begin_from
 from shardwise.train.launch import World, end_with_launcher, join, launch_name, leave, num_restarts
 from shardwise.train.logs import Console, Sink
-from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, Outcome, Trainer
+from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, LOCK, Outcome, Trainer
 from shardwise.train.recipes import load_recipe
 from shardwise.train.tokens import write_file
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
 LATEST = "latest"
 ROOT = "runs"
 # The errors of file systems that have no locks (Lustre without -o flock, NFS without lockd).

@@ -389,3 +389,42 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     said = run_ranks(failing_saves, 2, str(tmp_path / "run"), data, [TINY.steps])
     assert all("No space left" in text for text in said), said
+
+
+# ------------------------------------------------------------------------------ a folder that goes
+
+
+def leaving_folder(rank: int, world_size: int, folder: str, data: str) -> str:
+    """The run's folder is renamed after step 3, and another run takes its name."""
+    if rank == 0:
+        Path(folder).mkdir()
+        (Path(folder) / ".lock").write_text('{"host": "mine", "pid": 1}')
+    trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
+    real = trainer._train_step
+
+    def step(guard):  # type: ignore[no-untyped-def] # noqa: ANN202
+        reason = real(guard)
+        if trainer.step == 3:
+            trainer._report_save()
+            if rank == 0:
+                Path(folder).rename(f"{folder}-away")
+                Path(folder).mkdir()
+                (Path(folder) / ".lock").write_text('{"host": "other", "pid": 1}')
+        return reason
+
+    trainer._train_step = step  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except SaveError as failed:
+        return str(failed)
+    return "saved"
+
+
+def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path: Path) -> None:
+    data, folder = write_text(tmp_path), tmp_path / "run"
+    for text in run_ranks(leaving_folder, 2, str(folder), data):
+        assert f"{folder} was renamed, and belongs to another run now" in text
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert [path.name for path in Path(f"{folder}-away", "checkpoints").iterdir()] == [
+        "step-000002"
+    ]

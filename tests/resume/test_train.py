@@ -117,14 +117,6 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
         )
 
 
-def test_what_fp8_loses_is_told_with_each_evaluation(tmp_path: Path) -> None:
-    wide = dataclasses.replace(TINY.model, dim=128, hidden_dim=128, num_layers=1)
-    changes = {"precision": "fp8_block", "model": wide, "steps": 3, "eval_every": 2}
-    run_ranks(straight, 1, str(tmp_path / "run"), changes | {"data": write_text(tmp_path)})
-    found = [event for event in events_of(tmp_path / "run", "fp8") if event["values"] > 0]
-    assert [event["step"] for event in found] == [2, 3], "the last step, too"
-
-
 def test_with_a_mixture_of_many_short_documents_and_a_cosine(tmp_path: Path) -> None:
     """Documents are apart in every window, and each source is in the middle of an epoch."""
     (tmp_path / "short").mkdir()
