@@ -28,7 +28,6 @@ import tyro
 from tyro.conf import DisallowNone, OmitArgPrefixes, Positional, arg
 
 from shardwise import __version__, check_torch
-from shardwise.notices import CannotMeet
 from shardwise.train.config import OptimizerName, PrecisionName, Strategy, TrainConfig
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
 
@@ -105,7 +104,7 @@ def run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
-        if _speaks() or isinstance(error, CannotMeet):
+        if _speaks():
             if "--verbose" in words:
                 traceback.print_exc()
             print(f"error: {_words(error)}", file=sys.stderr)

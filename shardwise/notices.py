@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that appear once in a process and on one rank, and the error that every rank prints.
-Nothing here imports torch."""
+"""Warnings that appear once in a process and on one rank. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,10 +9,6 @@ import sys
 from typing import Any
 
 _warned: set[object] = set()
-
-
-class CannotMeet(ValueError):  # noqa: N818  (the name says what happened)
-    """This rank could not join the others, so it must print the error itself."""
 
 
 def warn_once(

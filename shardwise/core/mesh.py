@@ -8,9 +8,7 @@ import itertools
 import logging
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +22,7 @@ from shardwise.core import comm
 from shardwise.core.agreement import all_ranks
 from shardwise.core.placements import Placement, num_shards, shard_range
 from shardwise.core.rehearsal import SHARED, ranks_per_gpu, use_gpu
-from shardwise.notices import CannotMeet, warn_once
+from shardwise.notices import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -280,42 +278,11 @@ def _named(mesh: DeviceMesh) -> DeviceMesh:
     return kept[DATA_AXES]
 
 
-@contextmanager
-def meeting() -> Iterator[None]:
-    """While ranks join a process group, turn an error into one line: which rank waited where, and
-    what to check."""
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    numbers = {name: int(text) for name, text in given.items() if text.isdecimal()}
-    address, port = os.environ.get("MASTER_ADDR", ""), numbers.get("MASTER_PORT")
-    if len(numbers) < 3 or not address or not numbers["RANK"] < numbers["WORLD_SIZE"]:
-        raise CannotMeet(
-            f"start the ranks with torchrun, or set RANK (from 0 to WORLD_SIZE - 1), WORLD_SIZE, "
-            f"MASTER_ADDR and MASTER_PORT: this process has {given | {'MASTER_ADDR': address}}"
-        )
-    where, began = f"{address}:{port}", time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise CannotMeet(
-                f"choose a free port (torchrun --master-port, MASTER_PORT), or end the process "
-                f"that listens there: the ranks cannot meet at {where}, which is in use"
-            ) from error
-        seconds, reason = time.monotonic() - began, str(error).splitlines()[0][:200]
-        raise CannotMeet(
-            f"rank {numbers['RANK']} of {numbers['WORLD_SIZE']} waited {seconds:.0f} s and could "
-            f"not meet the others at {where}: check that all ranks were started, each with this "
-            f"MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with a different RANK, that rank 0 runs "
-            f"at that address, and that no firewall is between ({reason})"
-        ) from error
-
-
 def _join_process_group(device_type: str) -> None:
     gpu = use_gpu() if device_type == "cuda" else None
     backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
-        with meeting():
-            dist.init_process_group(backend)
+        dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -42,7 +42,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.core import comm
 from shardwise.core.agreement import all_ranks, together
-from shardwise.core.mesh import meeting
 from shardwise.core.rehearsal import ranks_per_gpu, use_gpu
 
 if TYPE_CHECKING:
@@ -137,12 +136,11 @@ def join(timeout: float) -> World:
     if torch.cuda.is_available():
         device, backend = use_gpu(), "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout)
-    with meeting():
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        # After a restart the store of torchrun may still contain the addresses of dead ranks.
-        attempt = f"shardwise/attempt-{num_restarts()}"
-        fresh = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    # After a restart the store of torchrun may still contain the addresses of dead ranks.
+    attempt = f"shardwise/attempt-{num_restarts()}"
+    fresh = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
