@@ -94,9 +94,7 @@ class Division:
 
     written: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     parts: list[Callable[[], Part]] = field(default_factory=list)  # described later, in any thread
-    starts: dict[str, str] = field(
-        default_factory=dict
-    )  # key -> name of a piece that begins a tile
+    starts: dict[str, str] = field(default_factory=dict)  # by key: the piece that begins a tile
 
 
 def divide(
@@ -128,7 +126,9 @@ def divide(
         if key in first_only:
             return first
         if isinstance(tensor, ShardedTensor):
-            mesh = id(tensor.cut.full_mesh), tensor.cut.sharded
+            tile = tensor.cut.tile
+            dims = None if tile is None else tuple(dim is None for dim in tile.dims)
+            mesh = id(tensor.cut.full_mesh), tensor.cut.sharded, dims
             if mesh not in known:
                 known[mesh] = equal(_holders_of(tensor))
             return known[mesh]

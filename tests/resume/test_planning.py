@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.checkpoint import (
@@ -495,3 +496,30 @@ def test_debug_finds_replicas_that_differ_at_a_save(tmp_path: Path) -> None:
     for text in run_ranks(save_unequal, 2, str(tmp_path)):
         assert "norm.weight" in text and "differ" in text
     assert not (tmp_path / "four").exists()
+
+
+def save_tiles(rank: int, world_size: int, path: str) -> int:
+    """Of three parameters, tensor parallelism cuts rows, columns, and nothing."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    net = nn.ParameterDict({name: torch.randn(8, 6) for name in ("all", "columns", "rows")})
+    places = {"all": Replicate(), "columns": Shard(1), "rows": Shard(0)}
+    for name, value in list(net.items()):
+        net[name] = nn.Parameter(distribute_tensor(value.detach(), mesh["tp"], [places[name]]))
+    model = nn.Sequential(nn.Linear(2, 2), net)
+    sw.fully_shard([model], mesh=mesh, placements=sw.zero(1))
+    sw.save(path, model)
+    written = divide(dict(model.named_parameters()), rank, world_size).written
+    return sum(name.startswith("1.all") for name in written)
+
+
+def test_tiles_of_one_mesh_have_their_own_replicas(tmp_path: Path) -> None:
+    assert sum(run_ranks(save_tiles, 4, str(tmp_path / "one"))) <= 2, "no copy is written"
+    assert verify(tmp_path / "one").ok
+    torch.manual_seed(7)
+    expected = {name: torch.randn(8, 6) for name in ("all", "columns", "rows")}
+    names = {name: nn.Parameter(torch.zeros(8, 6)) for name in expected}
+    found = nn.Sequential(nn.Linear(2, 2), nn.ParameterDict(names))
+    sw.load(tmp_path / "one", found)
+    for name, value in expected.items():
+        assert torch.equal(found[1][name], value), name
