@@ -20,8 +20,7 @@ from shardwise.report.origin import cores, cpu_name, revision
 Cell = float | int | str | None
 Row = dict[str, Cell]
 HERE = Path(__file__).parent
-# A wheel has no folder for results: they go to the folder where the command was typed.
-RESULTS = HERE / "results" if (HERE / "results").is_dir() else Path("benchmark-results")
+RESULTS = HERE / "results"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert isinstance(made, Plan) and made.activations > 0
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(layer.experts.choice.chosen is None for layer in mixtures_of(model))
+    assert all(layer.experts.products is None for layer in mixtures_of(model))
     assert F.rms_norm is nn.functional.rms_norm and sw.ledger.adopted is None
 
 
