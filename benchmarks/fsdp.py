@@ -4,7 +4,7 @@
 mode   where                        what
 gloo   2 gloo ranks on CPU          whole step of an MLP, systems taking turns
 gpu    1 NCCL rank                  whole step and peak of a 0.96B GPT, a process per system
-fake   rank 0 of 8, no bytes moved  host time, operators, transient memory; on a GPU also the GPT
+fake   rank 0 of 8, no bytes moved  host time per wrapped module; on a GPU also the GPT
 """
 
 from __future__ import annotations

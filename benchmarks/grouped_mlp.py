@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise bench grouped-mlp --results DIR``: the grouped MLP beside torch's grouped GEMM.
+"""``python -m benchmarks.grouped_mlp``: the grouped MLP of experts beside torch's grouped GEMM.
 
 The peer is ``F.grouped_mm`` twice with a ``torch.compile``d activation between, in the same process
 and taking turns with ours, iteration by iteration, in an order that is drawn anew each time: what
@@ -8,7 +8,6 @@ weights. Forward and backward are timed by events inside one iteration: medians.
 
     table 1   gradients left to autograd, in bf16
     table 2   gradients added to fp32 main gradients: the peer adds its bf16 ones
-    table 3   training steps of one model (``benchmarks/moe_steps.py``), with the peer's experts
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import moe_steps, report
+from benchmarks import report
 from benchmarks.measure import GIB, StepClock
 from shardwise.moe.activation import convert_gate_up, swiglu
 from shardwise.moe.grouped_mlp import GroupedMLP
@@ -224,7 +222,7 @@ def run(
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="shardwise bench grouped-mlp",
+        prog="python -m benchmarks.grouped_mlp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -235,14 +233,9 @@ def main(arguments: Sequence[str]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
         parser.error("no GPU here: add --tiny for a dry run")
-    facts = report.circumstances(arguments)
-    facts["command"] = "shardwise bench grouped-mlp " + shlex.join(arguments)
+    facts = report.circumstances(arguments, "grouped_mlp")
     tables = run(TINY if options.tiny else SHAPES, options.rounds, device)
-    tables.append(moe_steps.run(compiled_activation, options.rounds, device, tiny=options.tiny))
-    kind = torch.cuda.get_device_name().lower().split() if device == "cuda" else ["cpu"]
-    name = "-".join(["grouped_mlp", *kind, *(["tiny"] if options.tiny else [])])
-    paths = report.write(tables, facts, name, options.results)
-    print(paths[0].read_text())
+    report.publish(tables, facts, "grouped_mlp", options.results, tiny=options.tiny)
 
 
 if __name__ == "__main__":

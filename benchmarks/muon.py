@@ -1,84 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.muon``: what Muon costs, beside its peers, one command, one report.
+"""``python -m benchmarks.muon MODE``: what Muon costs, beside its peers.
 
 mode            where      what
-newton_schulz   one GPU    Newton-Schulz over 1.007B parameters, beside batched cuBLAS NS5 in bf16
-step            one GPU    whole step of a 0.96B GPT, Muon and AdamW, beside torch's
-exchange        CPU        bytes and collectives of the exchange, counted and planned
-tiles           one GPU    the sweep behind the tables in shardwise/kernels/forms.py
+step            one GPU    step of a 0.96B GPT with Muon and with AdamW, beside torch's and dion's
+newton_schulz   one GPU    Newton-Schulz over 1.007B parameters, beside batched cuBLAS in bf16
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import report
-from benchmarks.muon_exchange import run_exchange
-from benchmarks.muon_kernels import run_newton_schulz, run_tiles
-from benchmarks.muon_steps import CASES, run_step
+from benchmarks.measure import GIB, StepClock, milliseconds, step_row
+from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
+from benchmarks.report import Row, Table
+from benchmarks.systems import BF16_COMPUTE, wrap_fsdp2, wrap_zero
+from benchmarks.workers import FAKE_RANKS, Options, in_processes
+from shardwise.kernels.forms import Polynomial, Triple
+from shardwise.kernels.newton_schulz import orthogonalise
+from shardwise.optim.presets import DEFAULT, PRESETS
 
-MODES: dict[str, Callable[[argparse.Namespace], list[report.Table]]] = {
-    "newton_schulz": lambda options: run_newton_schulz(options.tiny),
-    "step": lambda options: run_step(options.tiny, options.cases.split(",")),
-    "exchange": lambda options: run_exchange(options.tiny),
-    "tiles": lambda options: run_tiles(options.tiny),
+WARMUPS, STEPS = 3, 10
+Steps = Callable[[], None]
+
+
+def wrap_buckets(model: nn.Module, mesh: DeviceMesh, policy: Any) -> nn.Module:
+    import shardwise as sw
+
+    precision = sw.Precision(weights=policy.param_dtype, reduce=policy.reduce_dtype)
+    return sw.data_parallel(model, mesh=mesh, placements=sw.zero(1), precision=precision)
+
+
+def ours(model: nn.Module, preset: str | None) -> Steps:
+    import shardwise as sw
+
+    made = sw.optimizer(
+        model,
+        matrix=sw.muon(lr=1e-3, preset=preset) if preset else None,
+        elementwise=sw.adamw(lr=1e-4),
+    )
+    return lambda: (made.step(), made.zero_grad())[1]
+
+
+def torchs(model: nn.Module, matrix: str | None) -> Steps:
+    """Fused AdamW, and for the matrices of the blocks torch.optim.Muon or dion's Muon."""
+    named = list(model.named_parameters())
+    whole = [p for name, p in named if matrix and p.ndim == 2 and "blocks" in name]
+    chosen = {id(p) for p in whole}
+    rest = [p for _, p in named if id(p) not in chosen]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=1e-4, fused=True)]
+    if whole and matrix == "dion":
+        from dion import Muon
+
+        mesh = getattr(whole[0], "device_mesh", None)
+        made.append(Muon(whole, distributed_mesh=mesh, lr=1e-3))
+    elif whole:
+        made.append(torch.optim.Muon(whole, lr=1e-3))
+
+    def step() -> None:
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+wrap_zero3 = partial(wrap_zero, stage=3)
+# What a case is called, how the model is wrapped, whose optimizer, and Newton-Schulz's preset.
+CASES: dict[str, tuple[str, Callable[..., nn.Module], Callable[..., Steps], str | None]] = {
+    "fsdp2-adamw": ("torch FSDP2, AdamW", wrap_fsdp2, torchs, None),
+    "fsdp2-muon": ("torch FSDP2, torch.optim.Muon", wrap_fsdp2, torchs, "keller"),
+    "fsdp2-dion": ("torch FSDP2, Muon of dion", wrap_fsdp2, torchs, "dion"),
+    "zero3-adamw": ("shardwise zero(3), AdamW", wrap_zero3, ours, None),
+    "zero3-muon": ("shardwise zero(3), Muon", wrap_zero3, ours, DEFAULT),
+    "buckets-adamw": ("shardwise data_parallel, AdamW", wrap_buckets, ours, None),
+    "buckets-muon": ("shardwise data_parallel, Muon", wrap_buckets, ours, DEFAULT),
 }
-ON_CPU = {"exchange"}
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
+    """One case alone in its process. The clock never makes the host wait for the device."""
+    (case,) = options.systems
+    _, wrap, make, preset = CASES[case]
+    device = torch.device(options.device)
+    config = GPTConfig.tiny() if options.tiny else GPTConfig()
+    bare, inputs, targets = gpt_and_tokens(config, device)
+    model = wrap(bare, mesh, BF16_COMPUTE)
+    step = make(model, preset)
+    clock = StepClock(device)
+    for index in range(WARMUPS + STEPS):
+        if index == WARMUPS and device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        clock.start()
+        loss = token_loss(model(inputs), targets)
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        step()
+        clock.mark()
+    parts = clock.intervals()[WARMUPS:]
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+    return {"parts": parts, "peak": peak, "loss": loss.item()}
+
+
+def table(options: Options, backend: str) -> Table:
+    rows: list[Row] = []
+    for case in options.systems:
+        try:
+            done = in_processes(worker, 1, backend, replace(options, systems=(case,)))
+        except Exception as error:  # dion may not be installed, or refuse this torch
+            rows.append({"case": f"{CASES[case][0]}: {str(error).strip().splitlines()[-1][:100]}"})
+            continue
+        row: Row = {"case": CASES[case][0], "peak": done["peak"], "loss": done["loss"]}
+        rows.append(row | step_row(done["parts"]))
+    by_case = dict(zip(options.systems, rows, strict=True))
+    for case, row in by_case.items():
+        base = by_case.get(f"{case.split('-')[0]}-adamw", {})
+        if "step" in base and "step" in row:
+            row["ratio"] = row["step"] / base["step"]  # type: ignore[operator]
+    note = (
+        "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied, 8 x 2048 tokens), bf16\n"
+        "compute, fp32 main weights and grads. x AdamW: the step over that of the same wrapping\n"
+        "with AdamW. Newton-Schulz: torch's and dion's take five steps of degree 5, ours 5, 9, 5\n"
+        "and 9. A fresh process per row; 3 warm-up and 10 timed steps."
+    )
+    columns = {
+        "case": ("case", "s"),
+        "step": ("step ms", ".1f"),
+        "ratio": ("x AdamW", ".3f"),
+        "step_spread": ("spread %", ".1f"),
+        "forward": ("forward", ".1f"),
+        "backward": ("backward", ".1f"),
+        "optimizer": ("optimizer", ".1f"),
+        "peak": ("peak GiB", ".2f"),
+        "loss": ("last loss", ".4f"),
+    }
+    where = f"rank 0 of {FAKE_RANKS} (`fake`)" if backend == "fake" else f"1 {backend} rank"
+    return Table(title=f"GPT step, {where}" + options.mark, note=note, columns=columns, rows=rows)
+
+
+def run_step(options: Options) -> list[Table]:
+    return [table(options, "nccl" if options.device == "cuda" else "gloo")]
+
+
+# ---------------------------------------------------------------------------------- Newton-Schulz
+
+# Coefficients do not change the cost: five quintic steps, those of the Polar Express.
+QUINTIC: tuple[Triple, ...] = (
+    (7.892582874424408, -20.38301415435285, 13.555306149406924),
+    (3.9114848681354313, -2.5464739591298257, 0.42689954058143335),
+    (3.760657955697423, -2.512830895346026, 0.43236535460157),
+    (3.160399673686287, -2.149649016147391, 0.3996367039126013),
+    (2.1910971618617303, -1.4416619672826074, 0.3281467022519697),
+)
+# (matrices, rows, columns); the first two are the 1.007B parameters of the GPT's blocks.
+BATCHES = (
+    (60, 2048, 2048),
+    (45, 8192, 2048),
+    (16, 4096, 4096),
+    (8, 4096, 14336),
+    (256, 512, 2048),
+    (1024, 128, 7168),
+    (1, 2048, 2048),
+)
+
+
+def cublas(batch: Tensor) -> Tensor:
+    """The peer: batched cuBLAS in bf16, the loop that torch, torchtitan and Moonlight run."""
+    x = batch.mT if batch.shape[1] > batch.shape[2] else batch
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    for a, b, c in QUINTIC:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if batch.shape[1] > batch.shape[2] else x
+
+
+def run_newton_schulz(options: Options) -> list[Table]:
+    rows: list[Row] = []
+    for count, height, width in [(2, 48, 48), (2, 96, 32)] if options.tiny else BATCHES:
+        batch = torch.randn(count, height, width, device=options.device)
+        runs = {
+            "peer": partial(cublas, batch),
+            "ours": partial(orthogonalise, batch, Polynomial(coefficients=QUINTIC)),
+            "default": partial(orthogonalise, batch, PRESETS[DEFAULT]),
+        }
+        row: Row = {"batch": f"{count} x ({height}, {width})"}
+        row |= {name: milliseconds(run) for name, run in runs.items()}
+        rows.append(row | {"ratio": row["peer"] / row["ours"]})  # type: ignore[operator]
+    note = (
+        "Milliseconds from an fp32 batch to the orthogonalised one, norm and cast included.\n"
+        "cuBLAS: bf16, batched, five quintic steps. Ours: the same steps in fp16; default:\n"
+        "those of degrees 5, 9, 5 and 9. The first two batches are the GPT's 1.007B parameters."
+    )
+    columns = {
+        "batch": ("batch", ""),
+        "peer": ("cuBLAS", ".2f"),
+        "ours": ("ours", ".2f"),
+        "ratio": ("cuBLAS / ours", ".2f"),
+        "default": ("ours, default", ".2f"),
+    }
+    title = "Newton-Schulz" + options.mark
+    return [Table(title=title, note=note, columns=columns, rows=rows)]
+
+
+MODES = {"step": run_step, "newton_schulz": run_newton_schulz}
+
+
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.muon",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("modes", nargs="*", metavar="mode", help="default: newton_schulz step; on a CPU exchange")
-    add("--cases", default=",".join(CASES), help="of step, comma-separated; default: all")
-    add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
-    add("--name", help="of the result files; default: muon-<modes>-<the GPU's name>")
-    add("--results", type=Path, default=report.RESULTS, help="folder for <name>.json and <name>.md")
-    options = parser.parse_args(arguments)
-    on_gpu = torch.cuda.is_available() or options.tiny
-    options.modes = options.modes or (["newton_schulz", "step"] if on_gpu else ["exchange"])
-    unknown = [mode for mode in options.modes if mode not in MODES]
-    if unknown:
-        parser.error(f"{unknown[0]!r} is no mode; choose from {', '.join(MODES)}")
-    unknown = [case for case in options.cases.split(",") if case not in CASES]
-    if unknown:
-        parser.error(f"{unknown[0]!r} is no case; choose from {', '.join(CASES)}")
-    needs_gpu = not ON_CPU.issuperset(options.modes)
-    if needs_gpu and not torch.cuda.is_available() and not options.tiny:
-        parser.error(
-            f"{' '.join(options.modes)} without a GPU: add --tiny for a dry run on the CPU"
-        )
-    return options
-
-
-def default_name(options: argparse.Namespace) -> str:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    # A dry run must never overwrite figures that mean something.
-    parts = ["muon", *options.modes, *gpu.lower().split(), *(["tiny"] if options.tiny else [])]
-    return "-".join(parts)
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parse(arguments)
-    facts = report.circumstances(arguments)
-    facts["command"] = "python -m benchmarks.muon " + shlex.join(arguments)
-    tables: list[report.Table] = []
-    for mode in options.modes:
-        tables += MODES[mode](options)
-    name = options.name or default_name(options)
-    paths = report.write(tables, facts, name, options.results)
-    print(paths[0].read_text())
-    print("written:", *paths)
+    add("mode", choices=MODES)
+    add(
+        "--cases",
+        default=",".join(CASES),
+        help="of step, separated by commas; default: %(default)s",
+    )
+    add("--tiny", action="store_true", help="a dry run; no figure means much")
+    add("--results", type=Path, default=report.RESULTS, help="folder for .md and .json")
+    asked = parser.parse_args(arguments)
+    cases = tuple(asked.cases.split(","))
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"--cases {', '.join(unknown)}: choose from {', '.join(CASES)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not asked.tiny:
+        parser.error("no GPU here: add --tiny for a dry run")
+    facts = report.circumstances(arguments, "muon")
+    tables = MODES[asked.mode](Options(device=device, systems=cases, rounds=1, tiny=asked.tiny))
+    report.publish(tables, facts, f"muon-{asked.mode}", asked.results, tiny=asked.tiny)
 
 
 if __name__ == "__main__":

@@ -188,17 +188,8 @@ def main(words: Sequence[str] | None = None) -> None:
         print(measure(Case(**json.loads(asked.case))))
         return
     cases = [case for case in (TINY if asked.tiny else CASES) if case.recipe.startswith(asked.only)]
-    arguments = list(sys.argv[1:] if words is None else words)
-    facts = report.circumstances(arguments)
-    facts["command"] = facts["command"].replace("benchmarks.fsdp", "benchmarks.plan_memory")
-    table = run(cases)
-    print(table.markdown())
-    where = "cpu"
-    if torch.cuda.is_available():
-        where = torch.cuda.get_device_name().lower().replace(" ", "-")
-    name = f"plan-memory-{where}" + ("-tiny" if asked.tiny else "")
-    for path in report.write([table], facts, name, asked.out):
-        print(f"written: {path}")
+    facts = report.circumstances(list(sys.argv[1:] if words is None else words), "plan_memory")
+    report.publish([run(cases)], facts, "plan-memory", asked.out, tiny=asked.tiny)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks import report
 from shardwise.models.gpt import GPT
-from shardwise.report.figures import Plan
-from shardwise.report.plan import plan
+from shardwise.planning.figures import Plan
+from shardwise.planning.plan import plan
 from shardwise.train.recipes import gpt_1b
 
 REPLICAS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -99,8 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--largest", type=int, default=REPLICAS[-1], help="replicas go up to this")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)
-    facts = report.circumstances(arguments)
-    facts["command"] = " ".join(["python -m benchmarks.replicas", *arguments])
+    facts = report.circumstances(arguments, "replicas")
     tables = run([count for count in REPLICAS if count <= options.largest])
     for path in report.write(tables, facts, "replicas", options.results):
         sys.stdout.write(f"{path}\n")

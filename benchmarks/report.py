@@ -20,8 +20,7 @@ from shardwise.report.origin import cores, cpu_name, revision
 Cell = float | int | str | None
 Row = dict[str, Cell]
 HERE = Path(__file__).parent
-# A wheel has no folder for results: they go to the folder where the command was typed.
-RESULTS = HERE / "results" if (HERE / "results").is_dir() else Path("benchmark-results")
+RESULTS = HERE / "results"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +61,10 @@ def add_ratios(rows: Sequence[Row], *keys: str) -> None:
                 row[f"{key}_ratio"] = mine / theirs
 
 
-def circumstances(arguments: Sequence[str]) -> dict[str, str]:
+def circumstances(arguments: Sequence[str], benchmark: str = "fsdp") -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "command": "python -m benchmarks.fsdp " + shlex.join(arguments),
+        "command": f"python -m benchmarks.{benchmark} {shlex.join(arguments)}".rstrip(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "revision": revision(),
         "cpu": f"{cpu_name()}, {cores()} cores",
@@ -90,3 +89,14 @@ def write(tables: Sequence[Table], facts: dict[str, str], name: str, folder: Pat
         path.write_text(text.rstrip() + "\n")
         paths.append(path)
     return paths
+
+
+def publish(
+    tables: Sequence[Table], facts: dict[str, str], name: str, folder: Path, *, tiny: bool = False
+) -> None:
+    """Write the tables to files named after the GPU, and print them. A dry run never overwrites
+    figures that mean something."""
+    where = "cpu" if facts["gpu"] == "none" else facts["gpu"].lower().replace(" ", "-")
+    paths = write(tables, facts, "-".join([name, where, *(["tiny"] * tiny)]), folder)
+    print(paths[0].read_text())
+    print("written:", *paths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise bench train``: the trainer on one GPU, beside what one would write with torch alone.
+"""``python -m benchmarks.train``: the trainer on one GPU, beside a loop in torch alone.
 
 Each system of each row runs in a process of its own: the trainer as a user starts it (data, clip,
 events), and a tight loop over the same model (the peer). *bare* is the same compiled model without
@@ -28,12 +28,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks import report
-from benchmarks.fp8_steps import device_use
-from benchmarks.measure import GIB
-from benchmarks.moe_steps import PeerExperts
+from benchmarks.measure import GIB, device_use
 from benchmarks.systems import BF16_COMPUTE, SYSTEMS
 from shardwise.models.gpt import GPT
-from shardwise.moe import FullPrecision, MixtureOfExperts
+from shardwise.moe import FullPrecision, GroupedMLP, MixtureOfExperts
 from shardwise.optim.optimizers import Muon
 from shardwise.optim.routing import routes_of
 from shardwise.train.config import TrainConfig
@@ -60,8 +58,7 @@ class Case:
 
     def config(self) -> TrainConfig:
         made = load_recipe(self.recipe)
-        recompute = "auto" if self.system == "trainer" else "none"
-        model: dict[str, Any] = {"recompute": recompute, "vocab_size": 8192}
+        model: dict[str, Any] = {"recompute": "none", "vocab_size": 8192}
         if self.tiny:
             model |= {"num_layers": 2, "dim": 64, "num_heads": 2, "num_kv_heads": None}
             model |= {"hidden_dim": 128, "context": 32, "vocab_size": 97}
@@ -243,8 +240,14 @@ def _plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class CastExperts(PeerExperts):
-    """fp32 weights, used in the dtype of the activations: autocast leaves grouped_mm alone."""
+class PeerExperts(nn.Module):
+    """What one writes with torch alone, over the weights of ``mlp``: fp32 weights, used in the
+    dtype of the activations, as autocast leaves grouped_mm alone."""
+
+    def __init__(self, mlp: GroupedMLP, activate: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.w1, self.w2 = mlp.fc1.weight, mlp.fc2.weight
+        self.activate = activate
 
     def forward(
         self, x: Tensor, ends: Tensor, p: FullPrecision, *, delay: bool | None = None
@@ -263,7 +266,7 @@ def _use_grouped_mm(model: GPT, backend: str) -> None:
     compiled = torch.compile(activate, dynamic=True, backend=backend)
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.experts = CastExperts(layer.experts, compiled)  # type: ignore[assignment]
+            layer.experts = PeerExperts(layer.experts, compiled)  # type: ignore[assignment]
 
 
 def _optimizers(case: Case, config: TrainConfig, model: nn.Module) -> list[Any]:
@@ -303,7 +306,6 @@ def run(listed: Sequence[Case]) -> report.Table:
                 "gemm": found["flops"] / seconds / GEMM,
                 "peak": found["peak"],
                 "idle": found["idle"],
-                "kernels": found["kernels"],
                 "first": found["first_step"],
                 "loss": found["loss"],
                 "graphs": f"{found['graphs']} / {found['breaks']}",
@@ -322,14 +324,14 @@ def run(listed: Sequence[Case]) -> report.Table:
 def table_of(rows: Sequence[report.Row]) -> report.Table:
     return report.Table(
         title="The trainer on one GPU",
-        note="bf16 compute, fp32 main weights, 8,192 words, compiled blocks. *trainer*: as a user\n"
-        "starts it. *fsdp2*: torch FSDP2, torch.compile, fused AdamW (and `torch.optim.Muon`),\n"
-        "plain compiled loss, a tight loop. *zero3*: that loop with `sw.fully_shard`. *loop*: no\n"
-        "wrapping, autocast, `sw.Muon`; experts by `F.grouped_mm`. *bare*: bf16 weights, forward\n"
-        "and backward alone. *trainer /*: the trainer's tokens per second over this system's, and\n"
-        "its peak over this system's; over *bare*'s, those of its forward and backward.\n"
-        "*graphs / breaks*: of torch.compile, in the whole run. *idle*: of a step, the time in\n"
-        "which no kernel runs, in 3 steps in a row with the profiler on.",
+        note="bf16 compute, fp32 main weights, 8,192 words, compiled blocks, nothing recomputed.\n"
+        "*trainer*: as a user starts it, head and loss in chunks. *fsdp2*: torch FSDP2,\n"
+        "torch.compile, fused AdamW (and `torch.optim.Muon`), plain compiled loss, a tight loop.\n"
+        "*zero3*: that loop with `sw.fully_shard`. *loop*: no wrapping, autocast, `sw.Muon`;\n"
+        "experts by `F.grouped_mm`. *bare*: bf16 weights, forward and backward alone.\n"
+        "*trainer /*: the trainer's tokens per second over this system's, and its peak over this\n"
+        "system's; beside *bare*, those of its forward and backward. *graphs / breaks*: of\n"
+        "torch.compile, in the whole run. *idle*: the share of 3 profiled steps without a kernel.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
@@ -345,33 +347,9 @@ def table_of(rows: Sequence[report.Row]) -> report.Table:
             "first": ("to first step s", ".1f"),
             "loss": ("loss", ".4f"),
             "graphs": ("graphs / breaks", ""),
-            "measured": ("measured", ""),
         },
         rows=rows,
     )
-
-
-def add(path: Path, folder: Path) -> list[Path]:
-    """Put the rows of a results file into the stored one of the same name. The times of rows that
-    they replace stay in a line, beside how much faster the new trainer is."""
-    stored, new = (json.loads(file.read_text()) for file in (folder / path.name, path))
-    before = [one for one in [stored.pop("before", None)] if one]
-    kept: dict[Any, list[report.Row]] = {}  # by row of the table
-    for facts in (stored, new):
-        [table] = facts.pop("tables")
-        for name in dict.fromkeys(row["row"] for row in table["rows"]):
-            rows = [{"measured": facts["date"]} | r for r in table["rows"] if r["row"] == name]
-            if name in kept:
-                times = ", ".join(
-                    f"{row['name']} {row['step']:.1f} ms ({row['step'] / rows[0]['step']:.3f}x)"
-                    for row in kept[name]
-                    if row.get("step")
-                )
-                before.append(f"{name}, {kept[name][0]['measured']}: {times}")
-            kept[name] = rows
-    order = {case.row: place for place, case in enumerate(cases(tiny=False))}
-    rows = [row for name in sorted(kept, key=lambda name: order[name]) for row in kept[name]]
-    return report.write([table_of(rows)], new | {"before": "; ".join(before)}, path.stem, folder)
 
 
 def _in_a_process(case: Case) -> dict[str, Any] | None:
@@ -385,34 +363,21 @@ def _in_a_process(case: Case) -> dict[str, Any] | None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="shardwise bench train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--case", help="measure one, given as JSON, and print its figures")
     parser.add_argument("--tiny", action="store_true", help="a dry run")
     parser.add_argument("--only", default="", help="rows that begin so; several by commas")
     parser.add_argument("--without", default="", help="systems to leave out, by commas")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument(
-        "--add", type=Path, metavar="FILE", help="measure nothing; put this .json file into --out"
-    )
     asked = parser.parse_args(words)
-    if asked.add is not None:
-        print(*add(asked.add, asked.out), sep="\n")
-        return
     if asked.case is not None:
         print(json.dumps(measure(Case(**json.loads(asked.case)))))
         return
-    facts = report.circumstances(list(sys.argv[1:] if words is None else words))
-    facts["command"] = facts["command"].replace("benchmarks.fsdp", "benchmarks.train")
+    facts = report.circumstances(list(sys.argv[1:] if words is None else words), "train")
     begins, without = tuple(asked.only.split(",")), asked.without.split(",")
     wanted = [case for case in cases(tiny=asked.tiny) if case.row.startswith(begins)]
     table = run([case for case in wanted if case.system not in without])
-    print(table.markdown())
-    where = "cpu"
-    if torch.cuda.is_available():
-        where = torch.cuda.get_device_name().lower().replace(" ", "-")
-    name = f"train-{where}" + ("-tiny" if asked.tiny else "")
-    for path in report.write([table], facts, name, asked.out):
-        print(path)
+    report.publish([table], facts, "train", asked.out, tiny=asked.tiny)
 
 
 if __name__ == "__main__":

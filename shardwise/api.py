@@ -18,8 +18,8 @@ from shardwise.optim.optimizers import Muon, optimizer
 from shardwise.optim.routing import route
 from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
+from shardwise.planning.plan import plan
 from shardwise.precision import Precision
-from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report

@@ -352,8 +352,8 @@ class Plan:
 def plan(options: Plan) -> int:
     """Print a plan."""
     from shardwise.moe import mixtures_of
-    from shardwise.report.plan import dry_run
-    from shardwise.report.plan import plan as make_plan
+    from shardwise.planning.plan import dry_run
+    from shardwise.planning.plan import plan as make_plan
     from shardwise.train.build import named_precision
     from shardwise.words import parse_size
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from benchmarks.mxfp8 import SWEPT
 from shardwise.kernels import mxfp8 as kernels
 from shardwise.precision.fp8 import (
     COLUMN,
@@ -46,6 +45,12 @@ from tests.reference import mxfp8 as reference
 
 logger = logging.getLogger("device_mxfp8")
 DEVICE = torch.device("cuda")
+# Strips, warps, registers at most: tiles of which one was chosen.
+SWEPT: tuple[tuple[int, int, int | None], ...] = (
+    (2, 1, None), (4, 1, None), (2, 2, None), (4, 2, None), (8, 2, None), (4, 4, None),
+    (8, 4, None), (8, 4, 96), (8, 8, None), (8, 8, 64), (16, 8, None), (16, 16, None),
+    (32, 16, None),
+)  # fmt: skip
 
 
 def check_planes(

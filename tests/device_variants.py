@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 import benchmarks.train as bench
-from benchmarks import fp8_steps
+from benchmarks import measure as instruments
 from shardwise.models import gpt, layers
 from shardwise.models.layers import Mask
 from shardwise.train import build
@@ -91,7 +91,7 @@ def measure(name: str, tiny: bool) -> dict[str, object]:
     system, recompute, changes = VARIANTS[name]
     for change in changes:
         change()
-    bench.STEPS, fp8_steps.TOP = 16, 50
+    bench.STEPS, instruments.TOP = 16, 50
     case = bench.Case(
         row=name, recipe="gpt_1b", optimizer="adamw", system=system, microbatches=1, sequences=8,
         tiny=tiny,

@@ -47,8 +47,6 @@ def check(dist: Path) -> None:
         assert (Path(scratch) / "run" / "report.html").is_file()
         run("verify", "run")
         assert "embedding" in run("plan", "smoke", "--ranks", "2")
-        assert "replicas" in run("bench", "--help")
-        run("bench", "muon", "--help")
     sys.stdout.write(f"{wheel.name} works outside of the repository\n")
 
 

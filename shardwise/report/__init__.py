@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of a run, pictures of it, one page of HTML."""
+"""The page of a run, and the recording of one step."""

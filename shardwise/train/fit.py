@@ -28,8 +28,8 @@ from shardwise.core import comm
 from shardwise.core.placements import REPLICATE, Placements
 from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
+from shardwise.planning.plan import plan
 from shardwise.precision import Precision
-from shardwise.report.plan import plan
 from shardwise.train.config import TrainConfig
 from shardwise.train.launch import World
 from shardwise.train.recipes import named_function

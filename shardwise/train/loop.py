@@ -33,8 +33,8 @@ from shardwise.checkpoint.manifest import versions
 from shardwise.core import comm, streams
 from shardwise.models.gpt import generate
 from shardwise.optim.storage import local_of
+from shardwise.planning.plan import plan
 from shardwise.report.origin import origin
-from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
 from shardwise.train.build import (

@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.core import comm
 from shardwise.core.division import Evenly
-from shardwise.report.plan import Plan, plan
+from shardwise.planning.plan import Plan, plan
 from tests.comm.planning import (
     CASES,
     FEW,

@@ -17,7 +17,7 @@ from shardwise.core import comm
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of, router
-from shardwise.report.plan import Plan, plan
+from shardwise.planning.plan import Plan, plan
 from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
 from shardwise.train.logs import ExpertLoad

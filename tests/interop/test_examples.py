@@ -70,5 +70,5 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
         if cell["cell_type"] == "code":
             assert not cell["outputs"]
             exec("".join(cell["source"]), names)
-    assert "blocks.0 and 1 alike" in capsys.readouterr().out
-    assert names["map_canvas"](names["whole"].shard_map)._repr_svg_().startswith("<svg")
+    assert "blocks.0 and 1 alike" in (out := capsys.readouterr().out)
+    assert "matrices 2" in out or out.count("4 shards") > 2, "whole matrices, in buckets"

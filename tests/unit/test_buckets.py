@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.padding import buckets_of, deepseek_v3, llama_3_8b, price, qwen3_30b_a3b
+from benchmarks.padding import Weight, buckets_of, llama_3_8b, price
 from shardwise.core.buckets import (
     LARGEST_BUCKET,
     LARGEST_WHOLE,
@@ -24,6 +24,59 @@ from shardwise.core.buckets import (
 from shardwise.core.layout import ALIGNMENT, ELEMENT, ROW, TENSOR, Item, tensor_fraction
 
 BUCKET = 1 << 27  # elements: 256 MiB of bf16
+
+
+def qwen3_30b_a3b(stacked: bool = True) -> list[Weight]:
+    found = [Weight("embedding", (151936, 2048), matrix=False)]
+    for layer in range(48):
+        for name, shape in {
+            "q": (4096, 2048),
+            "k": (512, 2048),
+            "v": (512, 2048),
+            "o": (2048, 4096),
+            "router": (128, 2048),
+        }.items():
+            found.append(Weight(f"{layer}.{name}", shape))
+        found += _experts(layer, 128, 768, 2048, stacked)
+        norms = (("norm1", 2048), ("norm2", 2048), ("q_norm", 128), ("k_norm", 128))
+        found += [Weight(f"{layer}.{name}", (size,), matrix=False) for name, size in norms]
+    found += [Weight("norm", (2048,), matrix=False), Weight("head", (151936, 2048), matrix=False)]
+    return found
+
+
+def deepseek_v3(stacked: bool = True) -> list[Weight]:
+    found = [Weight("embedding", (129280, 7168), matrix=False)]
+    for layer in range(61):
+        shapes = {
+            "q_a": (1536, 7168),
+            "q_b": (24576, 1536),
+            "kv_a": (576, 7168),
+            "kv_b": (32768, 512),
+            "o": (7168, 16384),
+        }
+        if layer < 3:
+            shapes |= {"gate": (18432, 7168), "up": (18432, 7168), "down": (7168, 18432)}
+        else:
+            shapes |= {"router": (256, 7168)}
+            shapes |= {"s_gate": (2048, 7168), "s_up": (2048, 7168), "s_down": (7168, 2048)}
+        found += [Weight(f"{layer}.{name}", shape) for name, shape in shapes.items()]
+        if layer >= 3:
+            found += _experts(layer, 256, 2048, 7168, stacked)
+        norms = (("norm1", 7168), ("norm2", 7168), ("q_norm", 1536), ("kv_norm", 512))
+        found += [Weight(f"{layer}.{name}", (size,), matrix=False) for name, size in norms]
+    found += [Weight("norm", (7168,), matrix=False), Weight("head", (129280, 7168), matrix=False)]
+    return found
+
+
+def _experts(layer: int, count: int, inner: int, width: int, stacked: bool) -> list[Weight]:
+    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    if stacked:
+        return [Weight(f"{layer}.{n}", (count, *s), expert=True) for n, s in shapes.items()]
+    return [
+        Weight(f"{layer}.{expert}.{name}", shape, expert=True)
+        for expert in range(count)
+        for name, shape in shapes.items()
+    ]
 
 
 def layers(count: int, shapes: Sequence[tuple[int, ...]]) -> list[Item]:

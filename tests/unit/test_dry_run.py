@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.core import layout
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.report.plan import dry_run, plan
+from shardwise.planning.plan import dry_run, plan
 from tests.models import Model
 from tests.unit.test_plan import BF16, MESHES, facts, small
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.memory import Ledger
+from shardwise.planning.activations import Follower
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -25,7 +26,6 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
-from shardwise.report.activations import Follower
 from tests.contract.helpers import options_for
 from tests.parity.mxfp8_helpers import coded
 from tests.ranks import on_ranks

@@ -22,11 +22,11 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
-from shardwise.report.orthogonalisation import by_rank
-from shardwise.report.plan import Plan, dry_run, plan
-from shardwise.report.planned import Mesh, strategy_name
-from shardwise.report.shard_map import map_text
-from shardwise.report.units import ToWrap
+from shardwise.planning.orthogonalisation import by_rank
+from shardwise.planning.plan import Plan, dry_run, plan
+from shardwise.planning.planned import Mesh, strategy_name
+from shardwise.planning.shard_map import map_text
+from shardwise.planning.units import ToWrap
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.wrap import wrap_units
 from shardwise.words import count_text, parse_size, size_text

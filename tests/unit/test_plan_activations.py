@@ -21,9 +21,9 @@ from shardwise.cli import run
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.report.activations import WORKSPACE, Follower
-from shardwise.report.plan import Plan, plan
-from shardwise.report.suggest import largest
+from shardwise.planning.activations import WORKSPACE, Follower
+from shardwise.planning.plan import Plan, plan
+from shardwise.planning.suggest import largest
 from shardwise.words import count_text
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
@@ -155,7 +155,7 @@ def test_the_optimizers_step_may_be_the_highest_moment() -> None:
 
 def test_the_largest_microbatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sequences, not ranks: tests/unit/test_plan.py doubles these until they fit, and beyond.
-    monkeypatch.setattr("shardwise.report.suggest.MAX_RANKS", 4)
+    monkeypatch.setattr("shardwise.planning.suggest.MAX_RANKS", 4)
     options: Any = {"precision": BF16, "optimizer": "muon"}
     model = gpt(num_layers=1)
     room = plan(model, {"dp": 2}, batch=(21, 64), **options).total
@@ -231,7 +231,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert isinstance(made, Plan) and made.activations > 0
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(layer.experts.choice.chosen is None for layer in mixtures_of(model))
+    assert all(layer.experts.products is None for layer in mixtures_of(model))
     assert F.rms_norm is nn.functional.rms_norm and sw.ledger.adopted is None
 
 

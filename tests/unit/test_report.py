@@ -14,6 +14,7 @@ import pytest
 import torch
 from plotly.graph_objects import Figure
 
+from shardwise.planning.plan import plan
 from shardwise.report import html
 from shardwise.report.charts import (
     COLUMNS,
@@ -30,7 +31,6 @@ from shardwise.report.charts import (
 )
 from shardwise.report.events import points_of, read_events
 from shardwise.report.html import compare_runs, report_html, write_report
-from shardwise.report.plan import plan
 from tests.models import Model
 
 EVIL = "</script><script>alert(\"1\")</script><img src=x onerror=alert(1)> & 'quoted'"

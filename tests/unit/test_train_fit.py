@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.placements import STRATEGIES
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.report.suggest import largest
+from shardwise.planning.suggest import largest
 from shardwise.train import fit
 from shardwise.train.build import named_precision, with_vocabulary
 from shardwise.train.config import TrainConfig

@@ -31,9 +31,9 @@ from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.settings import group_of
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.report.activations import Follower, following
-from shardwise.report.planned import Measured, Options, Phase
-from shardwise.report.units import META, ranks_at
+from shardwise.planning.activations import Follower, following
+from shardwise.planning.planned import Measured, Options, Phase
+from shardwise.planning.units import META, ranks_at
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
 from shardwise.shard.module import units_of

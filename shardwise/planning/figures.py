@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.core.comm import Call
 from shardwise.core.division import Division
-from shardwise.report.orthogonalisation import Orthogonalisation
-from shardwise.report.planned import (
+from shardwise.planning.orthogonalisation import Orthogonalisation
+from shardwise.planning.planned import (
     Collective,
     Measured,
     Mesh,
@@ -20,7 +20,7 @@ from shardwise.report.planned import (
     Traffic,
     strategy_name,
 )
-from shardwise.report.shard_map import map_text, shard_map
+from shardwise.planning.shard_map import map_text
 from shardwise.words import aligned, count_text, flops_text, size_text
 
 KINDS = {
@@ -151,11 +151,6 @@ class Plan(Measured):
                     nbytes + len(unit.names) * 2 * group.layout.payload,
                 )
         return totals
-
-    @property
-    def shard_map(self) -> dict[str, Any]:
-        """The rows that each rank holds, for :func:`map_canvas`."""
-        return shard_map(self.units, self.options)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures for the report page of a run, as values for JSON."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.core.placements import SHARD, STRATEGIES
+from shardwise.planning.figures import Plan
+from shardwise.planning.planned import Mesh, Options
 from shardwise.precision import Precision
-from shardwise.report.figures import Plan
-from shardwise.report.planned import Mesh, Options
 from shardwise.words import size_text
 
 MAX_RANKS = 1 << 16

@@ -29,12 +29,11 @@ from shardwise.core.placements import SHARD, Placements
 from shardwise.models.tensor_parallel import planned_tiles
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
-from shardwise.precision import Precision
-from shardwise.report.activations import Follower
-from shardwise.report.engine import Engine
-from shardwise.report.figures import Plan
-from shardwise.report.forward import own_forward, sketch, traffic_of
-from shardwise.report.orthogonalisation import (
+from shardwise.planning.activations import Follower
+from shardwise.planning.engine import Engine
+from shardwise.planning.figures import Plan
+from shardwise.planning.forward import own_forward, sketch, traffic_of
+from shardwise.planning.orthogonalisation import (
     by_rank,
     heaviest,
     momenta,
@@ -42,7 +41,7 @@ from shardwise.report.orthogonalisation import (
     orthogonalisation,
     summed,
 )
-from shardwise.report.planned import (
+from shardwise.planning.planned import (
     OPTIMIZERS,
     Measured,
     Mesh,
@@ -51,8 +50,9 @@ from shardwise.report.planned import (
     PlannedUnit,
     as_placements,
 )
-from shardwise.report.suggest import largest, suggest
-from shardwise.report.units import ToWrap, modules_to_wrap, price_of_whole, spread_over
+from shardwise.planning.suggest import largest, suggest
+from shardwise.planning.units import ToWrap, modules_to_wrap, price_of_whole, spread_over
+from shardwise.precision import Precision
 from shardwise.shard.call import tensors_in
 from shardwise.shard.checks import option_problems
 from shardwise.shard.group import Group

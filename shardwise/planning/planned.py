@@ -19,8 +19,8 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DATA_AXES
 from shardwise.core.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.optim.functions import ANY as FUNCTIONS
+from shardwise.planning.activations import WORKSPACE
 from shardwise.precision import Precision
-from shardwise.report.activations import WORKSPACE
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems
 from shardwise.words import bound_problems
 

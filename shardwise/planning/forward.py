@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.comm import Call
 from shardwise.moe import mixtures_of
-from shardwise.report.planned import Options, Traffic
-from shardwise.report.units import META, Branch, Own, branch_of, recomputed_modules
+from shardwise.planning.planned import Options, Traffic
+from shardwise.planning.units import META, Branch, Own, branch_of, recomputed_modules
 
 
 def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:

@@ -25,7 +25,7 @@ from shardwise.core.memory import separate_ledger
 from shardwise.core.mesh import PretendedMesh, Ranks
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.report.planned import Options
+from shardwise.planning.planned import Options
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.found import UNEVEN, Found, find_parameters, spread_linear
 from shardwise.shard.fully_shard import fully_shard
