@@ -63,8 +63,7 @@ class Saved(NamedTuple):
     high: int
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A box of a tensor, and the runs of pieces that it is cut into."""
 
     offsets: Shape
