@@ -42,7 +42,7 @@ import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, verify
 from shardwise.checkpoint.manifest import OptimizerValues
 from shardwise.checkpoint.pieces import divide
-from shardwise.checkpoint.saving import join, part_json
+from shardwise.checkpoint.saving import join, parts_json
 from shardwise.checkpoint.state import model_state
 from shardwise.moe import GroupedMLP, swiglu
 from shardwise.report.origin import cpu_name, revision
@@ -171,7 +171,7 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     division = divide(state.tensors, 0, num_ranks, members=state.members)
     found["divide"] = time.process_time() - started
     started = time.process_time()
-    mine = [part_json(describe()) for describe in division.parts]
+    mine = parts_json(describe() for describe in division.parts)
     found["describe"] = time.process_time() - started
     digest = hashlib.sha256().hexdigest()
     found_parts = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import glob
 import hashlib
+import json
 import logging
 import math
 import os
@@ -263,7 +264,7 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     """Write the file of one rank; return its record, and the tiles that this rank describes."""
     values = {VALUES: snapshot.rank_values.decode()}
     file = write_tensors(attempt.folder / rank_file(attempt.rank), snapshot.tensors, values)
-    parts = [part_json(describe()) for describe in snapshot.parts]
+    parts = parts_json(describe() for describe in snapshot.parts)
     starts = {key: _checksum(snapshot.tensors[name]) for key, name in snapshot.starts.items()}
     return {"file": [file.size, file.sha256], "parts": parts, "starts": starts}
 
@@ -274,9 +275,15 @@ def _checksum(piece: Tensor) -> int:
     return zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())
 
 
-def part_json(part: Part) -> list[Any]:
-    entry = Entry(part.shape, part.dtype, (part.tile,))
-    return [part.key, *table.to_json(entry, dtype_name(part.dtype)), part.sharded]
+def parts_json(parts: Iterable[Part]) -> list[Any]:
+    """The tiles that a rank describes. Tensors whose tiles are alike, as those of a weight and its
+    states, are described together."""
+    keys: dict[str, list[str]] = {}
+    for part in parts:
+        entry = Entry(part.shape, part.dtype, (part.tile,))
+        text = json.dumps([*table.to_json(entry, dtype_name(part.dtype)), part.sharded])
+        keys.setdefault(text, []).append(part.key)
+    return [[of_text, *json.loads(text)] for text, of_text in keys.items()]
 
 
 def _publish(
@@ -301,13 +308,15 @@ def join(found: list[dict[str, Any]], keys: Iterable[str], **values: Any) -> Man
     tiles: dict[str, dict[Shape, tuple[int, Tile]]] = {}
     problems = []
     for rank, part in enumerate(found):
-        for key, dtype, shape, [[offsets, sizes, runs]], sharded in part["parts"]:
-            shapes.setdefault(key, (tuple(shape), dtype_of(dtype, key)))
+        for alike, dtype, shape, [[offsets, sizes, runs]], sharded in part["parts"]:
+            shapes |= dict.fromkeys(alike, (tuple(shape), dtype_of(dtype, alike[0])))
             tile = Tile(tuple(offsets), tuple(sizes), tuple(Run(*run) for run in runs))
             if not tile.numel and math.prod(shape):
                 continue  # torch leaves nothing of a short tensor to some ranks
-            before = tiles.setdefault(key, {}).setdefault(tile.offsets, (rank, tile))
-            if before[0] != rank and sharded and tile.numel:  # on meshes without a common rank
+            for key in alike:
+                before = tiles.setdefault(key, {}).setdefault(tile.offsets, (rank, tile))
+                if before[0] == rank or not sharded or not tile.numel:
+                    continue  # else the ranks are on meshes without a common rank
                 first, other = (found[one.runs[0].rank]["starts"][key] for one in (before[1], tile))
                 if first != other:
                     problems.append(
