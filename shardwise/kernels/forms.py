@@ -139,7 +139,7 @@ class ProductTile:
             raise ValueError(f"a tile of {self.rows}x{self.columns}: columns must be 1 or 2x rows")
 
 
-# H200, `python -m benchmarks.muon tiles` of 2026-11-15 (torch 2.11, Triton 3.6): this tile was the
+# H200, 2026-11-15 (torch 2.11, Triton 3.6): this tile was the
 # best of ten, or within a few percent of the best, for every side and product. Narrower tiles read
 # more from L2. More stages leave no memory for the store. The chip reaches its power limit in long
 # runs (fp16 products fall from 700 to 620 TFLOP/s), so finer choices are lost in the noise.

@@ -44,7 +44,7 @@ class StripTile:
     registers: int | None = None  # limit for each thread; None: the compiler's choice
 
 
-# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps divide the rows of a
+# Measured on an H200: more warps divide the rows of a
 # column and exchange values through shared memory, which halves the speed of a column plane.
 TILES = {
     "both": StripTile(strips=4, warps=2),

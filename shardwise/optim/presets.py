@@ -36,7 +36,7 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
     (3.31842, -2.48849, 0.51005),
     (2.30065, -1.66890, 0.41881),
 )
-# `python -m benchmarks.polynomials`: the best polynomials of degrees 5, 9, 5 and 9, one after
+# The best polynomials of degrees 5, 9, 5 and 9, one after
 # another, for singular values from 0.0015 to 1 (Polar Express: five of degree 5, from 0.001). In
 # this order the Gram form advances R with steps of degree 5 alone. Each step of degree 9 ends a run
 # of steps: X is formed from R next, so the rounding errors of R are not magnified further.
