@@ -75,8 +75,13 @@ class Attempt:
         return f"the save {self.identity} has failed: {reason}"
 
     def begin(self) -> None:
-        with naming(self._mark) as mark:
-            mark.write_bytes(b" " * _REASON_BYTES)
+        try:
+            with naming(self._mark) as mark:
+                mark.write_bytes(b" " * _REASON_BYTES)
+        except OSError:
+            if self.folder.exists():
+                raise
+            raise SaveError(f"the save {self.identity} {GIVEN_UP}") from None  # by another rank
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed. The reason is written before the file gets

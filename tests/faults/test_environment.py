@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 import subprocess
 import sys
 import tomllib
@@ -126,51 +125,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = inside("data", "stdlib", "--out", "file/tokens", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "error: file: File exists\n", done.stderr
-
-
-def test_a_port_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-        for meet in (lambda: world.join(5.0), shardwise.init_mesh):
-            with pytest.raises(ValueError, match=rf"^choose a free port .*127.0.0.1:{port}"):
-                meet()
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_that_meets_nobody_says_where_it_waited(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    values = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_run", lambda words: world.join(1.0))
-    assert cli.run(["train"]) == 2
-    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("error: ")]
-    assert f"rank {rank} of 2 waited" in line and f"the others at 127.0.0.1:{port}" in line
-    assert "check that all ranks were started" in line
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"RANK": "2"}, {"RANK": "-1"}, {"WORLD_SIZE": "two"}, {"MASTER_ADDR": ""}]
-)
-def test_a_rank_with_an_odd_environment_says_so_itself(
-    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (values | wrong).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_run", lambda words: world.join(1.0))
-    assert cli.run(["train"]) == 2
-    text = capfd.readouterr().err
-    assert f"'{next(iter(wrong))}': '{next(iter(wrong.values()))}'" in text and "torchrun" in text
 
 
 def test_a_name_that_is_not_there_names_others() -> None:

@@ -47,4 +47,5 @@ def test_an_example_learns(name: str) -> None:
 
 def test_every_example_is_run() -> None:
     every = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert {name for name in every if int(name[:2]) >= 7} == set(PACKAGES)
+    others = {name for name in every if int(name[:2]) < 7} | {"13_keep_fsdp2"}  # test_examples.py
+    assert every - others == set(PACKAGES)
