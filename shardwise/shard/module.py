@@ -236,11 +236,9 @@ class ShardedModule(FSDPModule):
     ) -> None:
         """Set how many gradient buffers may be in memory; by default one. Two help if the reduction
         of a unit takes longer than the backward of the next unit."""
-        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
-            raise ValueError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): pass an int of 1 or "
-                f"more"
-            )
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            kind = TypeError if type(max_input_buffers) is not int else ValueError
+            raise kind(f"max_input_buffers={max_input_buffers!r}: pass an int of 1 or more")
         self._ready_unit().runtime.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(

@@ -430,7 +430,8 @@ def test_values_that_cannot_work_are_refused(rank: int, world_size: int) -> None
     net = wrap(Net(), world_size)
     divisor, buffers = [
         raised(lambda: net.set_gradient_divide_factor(0.0), ValueError),
-        raised(lambda: net.set_reduce_scatter_max_input_buffers(0), ValueError),
+        raised(lambda: net.set_reduce_scatter_max_input_buffers(0), ValueError)
+        + raised(lambda: net.set_reduce_scatter_max_input_buffers(True), TypeError),
     ]
     assert "0" in divisor and "0" in buffers
 

@@ -79,6 +79,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "manual_reshard_with",
         "set_reshard_after_forward",
         "size1_reduceop",
+        "buffers_resolves_to_max",
         "reshard_toggle",
         "modules_to_run_forward_empty",
         "share_comm_context",
