@@ -184,6 +184,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if ranks_device() == "cuda":
         for reason, number in reasons.most_common():
             terminalreporter.write_line(f"left out {number:4}  {reason}")
-    if path := config.getoption("results"):
+    if (path := config.getoption("results")) and "PYTEST_XDIST_WORKER" not in os.environ:
         failed = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])]
         write_results(path, passed=len(stats.get("passed", [])), failed=failed, left_out=reasons)

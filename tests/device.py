@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The correctness suite for an accelerator: ``python -m tests.device`` on a machine with a GPU.
+"""What only an accelerator can show: ``python -m tests.device`` on a machine with a GPU.
 
-CI has none, so pytest does not collect this. It trains under every strategy with one NCCL rank and
-with gloo
-ranks that share the GPU, against one process on the same device; and checks what only a device can
-show: memory that is really freed, streams that do not race, offloading, fp16 scaling.
+CI has none, so pytest does not collect this. One NCCL rank: memory that is really freed, streams
+that do not race, offloading, fp16 scaling. `make test-gpu` trains on several.
 """
 
 from __future__ import annotations
@@ -139,31 +137,6 @@ def check_races(rank: int, world_size: int, strategy: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def check_parity(rank: int, world_size: int, strategy: str, micros: int) -> None:
-    reference = build().cuda()
-    train(reference, 0, 1, micros)
-    net = wrap(build(), strategy, world_size)
-    train(net, rank, world_size, micros)
-    ours, theirs = values(net), values(reference)
-    assert ours.keys() == theirs.keys() and len(ours) > 20
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
-
-
-def check_bitwise(rank: int, world_size: int, strategy: str) -> None:
-    """Overlap, one stream, the trace pool and recomputation change no bit."""
-    precision = sw.Precision(weights="bf16", reduce="fp32")
-    net = wrap(build(), strategy, world_size, precision=precision)
-    losses = train(net, rank, world_size, 2)
-    expected = values(net)
-    for options in ({"memory": "trace"}, {"recompute": True}):
-        recompute = bool(options.pop("recompute", False))
-        other = wrap(build(recompute), strategy, world_size, precision=precision, **options)
-        assert all(map(torch.equal, train(other, rank, world_size, 2), losses)), options
-        found = values(other)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), options
-
-
 def check_offload(rank: int, world_size: int, strategy: str) -> None:
     net = wrap(build(), strategy, world_size)
     train(net, rank, world_size, 2)
@@ -220,23 +193,17 @@ def check_scaler(rank: int, world_size: int, strategy: str) -> None:
 
 def main() -> int:
     failures = 0
-    runs = [(2, "gloo"), (1, "nccl"), (4, "gloo")]
-    for world_size, backend in runs:
-        checks: list[tuple[object, ...]] = []
-        for strategy in STRATEGIES:
-            checks += [(check_parity, strategy, 1), (check_parity, strategy, 3)]
-            checks += [(check_bitwise, strategy), (check_memory, strategy)]
-        if world_size < 4:
-            checks += [(check_races, "zero3"), (check_races, "zero1"), (check_races, "hfsdp")]
-        checks += [(check_offload, "zero3"), (check_offload, "hfsdp"), (check_scaler, "zero3")]
-        for check, *arguments in checks:
-            label = f"{world_size} {backend} rank(s): {check.__name__} {arguments}"  # type: ignore[attr-defined]
-            try:
-                run_ranks(check, world_size, *arguments, backend=backend, timeout=100)  # type: ignore[arg-type]
-                print("ok    ", label, flush=True)
-            except Exception:
-                failures += 1
-                print("FAILED", label, traceback.format_exc()[-2500:], flush=True)
+    checks: list[tuple[object, ...]] = [(check_memory, name) for name in STRATEGIES]
+    checks += [(check_races, name) for name in ("zero1", "zero3", "hfsdp")]
+    checks += [(check_offload, "zero3"), (check_offload, "hfsdp"), (check_scaler, "zero3")]
+    for check, strategy in checks:
+        label = f"{check.__name__} {strategy}"  # type: ignore[attr-defined]
+        try:
+            run_ranks(check, 1, strategy, backend="nccl", timeout=100)  # type: ignore[arg-type]
+            print("ok    ", label, flush=True)
+        except Exception:
+            failures += 1
+            print("FAILED", label, traceback.format_exc()[-2500:], flush=True)
     print(f"{failures} failed")
     return 1 if failures else 0
 

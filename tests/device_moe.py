@@ -32,7 +32,7 @@ from shardwise.moe.activation import (
 )
 from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.moe.layer import MixtureOfExperts, mixtures_of
-from shardwise.moe.products import LOOP, FusedProducts
+from shardwise.moe.products import GROUPED, LOOP, FusedProducts
 from shardwise.moe.router import Routing, logits_of
 from tests.ranks import run_ranks
 
@@ -221,12 +221,12 @@ def check_model(weights: str) -> None:
                        z_coefficient=0.01, bias_rate=0.01, recompute="block")  # fmt: skip
     words = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).cuda()
     losses = []
-    for path in ("fused", "grouped_mm"):
+    for products in (None, GROUPED):
         with torch.device("meta"):
             model = GPT(config)
         for module in model.modules():
             if isinstance(module, GroupedMLP):
-                module.choice.asked = path
+                module.products = products
         mesh = sw.init_mesh(device_type="cuda")
         precision = sw.Precision(weights=weights, reduce="fp32")  # type: ignore[arg-type]
         for unit in [*model.blocks, model]:

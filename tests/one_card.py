@@ -19,9 +19,11 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
@@ -37,6 +39,7 @@ from shardwise.core.rehearsal import share_gpu
 DEVICE = "SHARDWISE_TEST_DEVICE"  # of the ranks of this session: cpu or cuda
 GPU = "SHARDWISE_TEST_GPU"  # what CUDA_VISIBLE_DEVICES was before the session hid the GPU
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
+CONTROL = "nvidia-cuda-mps-control"
 UNTRACED = "torch.compile would trace what puts a test's tensors on the GPU"
 MODELS = ("shardwise.models", "shardwise.moe")
 _here = "cpu"
@@ -57,23 +60,37 @@ def use_device(name: str) -> None:
     if name == "cuda" and ranks_device() == "cpu":
         os.environ[DEVICE] = name
         os.environ[GPU] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-        _serve_side_by_side()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if ranks_device() == "cuda" and shutil.which(CONTROL) is not None:
+        folder = tempfile.mkdtemp(prefix="mps-")
+        os.environ[MPS] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
+        serve_side_by_side()
+        atexit.register(serve_side_by_side, on=False)
 
 
-def _serve_side_by_side() -> None:
-    """Let kernels of several processes run at the same time until this process ends, if NVIDIA's
-    Multi-Process Service is installed. Ranks that wait for each other then need no time slices, and
-    tests take a fifth of the time."""
-    if (control := shutil.which("nvidia-cuda-mps-control")) is None:
+def serve_side_by_side(on: bool = True) -> None:
+    """Let kernels of this process's ranks run at the same time, by a new service of NVIDIA's
+    Multi-Process Service. Ranks that wait for each other then need no time slices, and tests take a
+    fifth of the time. A rank that dies inside of a kernel takes its service with it: each process
+    of tests has its own, and a new one after a failure."""
+    if MPS not in os.environ:
         return
-    folder = tempfile.mkdtemp(prefix="mps-")
-    os.environ[MPS] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
-    if subprocess.run([control, "-d"], check=False).returncode == 0:
-        stop = partial(subprocess.run, [control], input="quit\n", text=True, check=False)
-        atexit.register(stop, env=dict(os.environ))
-    else:
-        del os.environ[MPS]
+    folder = Path(os.environ[MPS])
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES=os.environ[GPU])
+    for file in folder.glob("*.pid"):
+        process = Path("/proc", file.read_text().strip())
+        quit_service = partial(subprocess.run, [CONTROL], input="quit -t 1\n", text=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            quit_service(env=environment, timeout=10, capture_output=True)
+        deadline = time.monotonic() + 10
+        while process.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process.name), signal.SIGKILL)
+    if on:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        subprocess.run([CONTROL, "-d"], env=environment, check=False)
 
 
 def ordered_ranks(number: int) -> int:

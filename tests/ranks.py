@@ -68,7 +68,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise import notices
-from tests.one_card import device_type, join_one_card, on_device, ranks_device
+from tests.one_card import (
+    device_type,
+    join_one_card,
+    on_device,
+    ranks_device,
+    serve_side_by_side,
+)
 from tests.products import keep_one_product
 from tests.rank_process import (
     collect_garbage,
@@ -130,16 +136,18 @@ def run_ranks(
         pool = _Pool(world_size, backend)
     for other in _idle_pools.values():
         other.pause()
-    keep = False
+    results: list[Any] | None = None
     try:
         pool.start()
         results = pool.call(call, fn.__qualname__, timeout)
-        keep = not fresh and pool.open_files <= MAX_OPEN_FILES
     finally:
-        if keep:
+        if results is not None and not fresh and pool.open_files <= MAX_OPEN_FILES:
             _idle_pools[key] = pool
         else:
             pool.kill()
+        if results is None and backend == "nccl":
+            shut_down()  # all ranks of this process share one service
+            serve_side_by_side()
     return results
 
 

@@ -17,6 +17,8 @@ from shardwise.core import comm
 from tests.contract.helpers import STRATEGIES, Net, ranks_for, word_loss, wrap
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.cpu_only("counts the messages that gloo's collectives are made of")
+
 WAYS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
     *("all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),

@@ -43,7 +43,7 @@ MODEL = GPTConfig(
 
 
 def config_of(model: Facts, changes: Facts) -> TrainConfig:
-    options: Facts = {"ep": 2, "precision": "fp32"} | changes
+    options: Facts = {"ep": 2, "precision": "fp32", "compile": "off"} | changes
     options.pop("bucket_mb", None)
     return TrainConfig(model=GPTConfig(**(vars(MODEL) | model)), batch=16, **options)
 

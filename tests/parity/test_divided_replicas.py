@@ -20,7 +20,7 @@ from shardwise.optim import matrix_group
 from shardwise.optim.split import Split
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
-from tests.one_card import device_type
+from tests.one_card import device_type, ordered_ranks, ranks_device
 from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
@@ -118,7 +118,7 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
     backward(model, rank, 1)
     model.layers[1].up.weight.requires_grad_(False)
     fewer = optimizer_of(model, replicas)
-    if replicas == "spread":
+    if replicas == "spread" and ranks_device() == "cpu":  # a GPU's costs divide them as before
         with pytest.raises(RuntimeError, match=r"another optimizer was built for 'layers\.1"):
             again.step()
     fewer.step()
@@ -342,4 +342,4 @@ def check_our_checkpoint(rank: int, world_size: int, path: str) -> int:
 
 
 def test_even_parts_are_saved_and_loaded_anywhere(tmp_path: Path) -> None:
-    assert all(run_ranks(check_our_checkpoint, 4, str(tmp_path / "saved")))
+    assert all(run_ranks(check_our_checkpoint, ordered_ranks(4), str(tmp_path / "saved")))

@@ -229,13 +229,8 @@ def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) ->
         assert len(named) == len(list(plain.parameters()))
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
-            torch.testing.assert_close(
-                whole_gradient(named[name]),
-                parameter.grad,
-                rtol=1e-4,
-                atol=1e-5,
-                msg=at(name),
-            )
+            found, expected = whole_gradient(named[name]), parameter.grad
+            assert (found - expected).norm() < 1e-4 * expected.norm(), name
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

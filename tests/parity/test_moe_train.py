@@ -15,9 +15,12 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
+from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 from tests.train_runs import events_of, make_trainer, write_text
 
+# In 16 bits, as a GPU orthogonalises, a token may choose another expert in a later step.
+NEAR = 2e-4 if ranks_device() == "cpu" else 2e-2
 MODEL = GPTConfig(
     dim=16,
     num_layers=3,
@@ -61,7 +64,7 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
     expected = torch.tensor(seen(tmp_path / "one"))
     assert expected[:, 2].min() > 1.05  # some expert is busier than the others
     for name in runs:
-        torch.testing.assert_close(torch.tensor(seen(tmp_path / name)), expected, rtol=2e-4, atol=0)
+        torch.testing.assert_close(torch.tensor(seen(tmp_path / name)), expected, rtol=NEAR, atol=0)
         [counts] = [event["counts"] for event in events_of(tmp_path / name, "experts")]
         assert [sum(layer) for layer in counts] == [12 * 16 * 2] * 2
 

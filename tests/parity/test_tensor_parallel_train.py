@@ -21,7 +21,7 @@ from shardwise.models.gpt import GPT, generate
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
-from tests.one_card import device_type
+from tests.one_card import device_type, ranks_device
 from tests.ranks import on_ranks, run_ranks
 from tests.tensor_parallel import grid, whole
 
@@ -100,6 +100,8 @@ def test_the_model_is_that_of_one_process(
     assert torch.equal(*drawn)
 
 
+# On a GPU matrices are orthogonalised in 16 bits, those that tensor parallelism cuts apart.
+NEAR = 1e-4 if ranks_device() == "cpu" else 2e-3
 PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
 
 
@@ -127,7 +129,7 @@ def test_the_example_of_the_page(rank: int, world_size: int) -> None:
             one.step()
             one.zero_grad()
     for (name, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(whole(mine), its, atol=1e-4), name
+        torch.testing.assert_close(whole(mine), its.detach(), atol=NEAR, rtol=0, msg=name.__add__)
 
 
 # ------------------------------------------------------------------------------ plans

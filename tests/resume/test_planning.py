@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -498,11 +498,16 @@ def test_debug_finds_replicas_that_differ_at_a_save(tmp_path: Path) -> None:
     assert not (tmp_path / "four").exists()
 
 
+def tiles() -> dict[str, Tensor]:
+    """The same numbers on every device."""
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(8, 6, generator=generator) for name in ("all", "columns", "rows")}
+
+
 def save_tiles(rank: int, world_size: int, path: str) -> int:
     """Of three parameters, tensor parallelism cuts rows, columns, and nothing."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(7)
-    net = nn.ParameterDict({name: torch.randn(8, 6) for name in ("all", "columns", "rows")})
+    net = nn.ParameterDict(tiles())
     places = {"all": Replicate(), "columns": Shard(1), "rows": Shard(0)}
     for name, value in list(net.items()):
         net[name] = nn.Parameter(distribute_tensor(value.detach(), mesh["tp"], [places[name]]))
@@ -516,8 +521,7 @@ def save_tiles(rank: int, world_size: int, path: str) -> int:
 def test_tiles_of_one_mesh_have_their_own_replicas(tmp_path: Path) -> None:
     assert sum(run_ranks(save_tiles, 4, str(tmp_path / "one"))) <= 2, "no copy is written"
     assert verify(tmp_path / "one").ok
-    torch.manual_seed(7)
-    expected = {name: torch.randn(8, 6) for name in ("all", "columns", "rows")}
+    expected = tiles()
     names = {name: nn.Parameter(torch.zeros(8, 6)) for name in expected}
     found = nn.Sequential(nn.Linear(2, 2), nn.ParameterDict(names))
     sw.load(tmp_path / "one", found)

@@ -217,19 +217,19 @@ def positions(
     rank: int, world_size: int, folder: str, path: str | None, changes: dict[str, Any]
 ) -> tuple[list[int], float]:
     """The windows that this rank trained on, and the held-out loss at the start."""
-    seen: list[int] = []
+    noted_at: dict[int, Any] = {}  # a GPU's batches are made a step ahead
     trainer = make_trainer(rank, world_size, folder, path, **changes)
     bits = trainer.evaluate()
     real = trainer.parts.sampler.windows
 
     def noted(position: int) -> Any:
-        windows = real(position)
-        seen.extend(int(window) for window in windows)
+        noted_at[position] = windows = real(position)
         return windows
 
     trainer.parts.sampler.windows = noted  # type: ignore[method-assign]
     trainer.run()
-    return seen, bits
+    end = trainer.parts.sampler.position
+    return [int(w) for at in sorted(noted_at) if at < end for w in noted_at[at]], bits
 
 
 def test_another_number_of_ranks_neither_repeats_nor_skips(tmp_path: Path) -> None:

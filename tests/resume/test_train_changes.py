@@ -19,6 +19,7 @@ from shardwise.moe import mixtures_of
 from shardwise.shard.module import units_of
 from shardwise.train.config import FIXED, TrainConfig
 from shardwise.train.run import Request, newest_checkpoint, resolve
+from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 from tests.resume.test_train import refuse, straight
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
@@ -69,7 +70,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "decay": (0.0, "lr"),
     "final": (0.9, "lr"),
     "clip": (1e-3, "values"),
-    "precision": ("bf16", "values"),
+    "precision": ("bf16" if ranks_device() == "cpu" else "fp32", "values"),
     "compile": ("on", "compiled"),
     "eval_every": (1, "evaluated"),
     "eval_windows": (3, "held_out"),
