@@ -22,7 +22,6 @@ partial (``ragged``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -237,12 +236,11 @@ def to_words(first, second, native: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, largest_ptr, tiles_ptr, count, rows, columns, stride,
-    listed: tl.constexpr, measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr,
-    rceil: tl.constexpr, native: tl.constexpr, ragged: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, rows, columns, stride,
+    listed: tl.constexpr, wide: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr,
+    ragged: tl.constexpr,
 ):  # fmt: skip
-    """``measures``: write the largest magnitude of each tile and no codes; ``shared``: read the
-    largest magnitudes. Two neighbours of a row are read together, and their codes written."""
+    """Two neighbours of a row are read together, and their codes written."""
     tile = tl.program_id(0)
     one = tl.zeros([1, 1], tl.int32)  # versions of Triton store a reduced scalar differently
     if listed:  # tiles of many matrices: see ``list_tiles``
@@ -266,18 +264,12 @@ def _encode_kernel(
         first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
         first, second = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
         words = to_words(first, second, native)
-    if shared:
-        largest = tl.load(largest_ptr + tile + one)
-    else:
-        largest = _largest(_largest(words, 1, native), 0, native)
-        largest = (_larger(largest, largest >> 16, False) & 0x7FFF) << 16
-    if measures:
-        tl.store(largest_ptr + tile + one, largest)
-    else:
-        scale, inverse = block_scale(largest, rceil, native)
-        codes = _two(low(words) * inverse, high(words) * inverse, native)
-        tl.store(codes_ptr + into // 2 + place, codes, mask=inside)
-        tl.store(scales_ptr + number + one, scale)
+    largest = _largest(_largest(words, 1, native), 0, native)
+    largest = (_larger(largest, largest >> 16, False) & 0x7FFF) << 16
+    scale, inverse = block_scale(largest, rceil, native)
+    codes = _two(low(words) * inverse, high(words) * inverse, native)
+    tl.store(codes_ptr + into // 2 + place, codes, mask=inside)
+    tl.store(scales_ptr + number + one, scale)
 
 
 @triton.jit
@@ -285,9 +277,6 @@ def _turn_kernel(
     codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns, stride, ragged: tl.constexpr
 ):  # fmt: skip
     strips = tl.cdiv(columns, 128)
-    matrix = tl.program_id(1).to(tl.int64) * rows * columns
-    codes_ptr, out_ptr = codes_ptr + matrix, out_ptr + matrix
-    scales_ptr, out_scales_ptr = scales_ptr + matrix // 16384, out_scales_ptr + matrix // 16384
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     line, lane = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
     left, right = rows - band * 128, columns - strip * 128
@@ -340,22 +329,6 @@ class Matrix(NamedTuple):
     into: int
     scale: int = 0  # the place of its first scale
     step: int = 0  # from a row of scales to the next; 0: as many as there are
-    shared: bool = False  # whether all its blocks have one scale
-
-    def cut(self, count: int) -> list[Matrix]:
-        """The matrix, cut into ``count`` equal matrices one below another, each with one scale."""
-        rows, size = self.rows // count, self.rows // count * self.columns
-        step = self.step or -(-self.columns // WIDE)
-        return [
-            self._replace(
-                rows=rows,
-                start=self.start + number * size,
-                into=self.into + number * size,
-                scale=self.scale + number * (rows // WIDE) * step,
-                shared=True,
-            )
-            for number in range(count)
-        ]
 
 
 class Tiles(NamedTuple):
@@ -364,14 +337,13 @@ class Tiles(NamedTuple):
     # int64 [6, n]: the places of a tile's first value, first code and scale, the columns of its
     # matrix, and the numbers of rows and columns from the tile to the end of the matrix.
     entries: Tensor
-    owners: Tensor | None  # int64 [n]: tiles of one number share a scale; None: no tiles do
     ragged: bool  # whether any tiles are partial
 
 
 def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
     """The tiles of some matrices in flat tensors."""
-    entries, owners, first = [], [], 0
-    for rows, columns, start, into, first_scale, step, shared in matrices:
+    entries = []
+    for rows, columns, start, into, first_scale, step in matrices:
         bands, strips = -(-rows // WIDE), -(-columns // WIDE)
         number = torch.arange(bands * strips)
         band, strip = number // strips, number % strips
@@ -380,12 +352,8 @@ def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
         left = rows - band * WIDE, columns - strip * WIDE
         wide = torch.full_like(number, columns)
         entries.append(torch.stack([start + inside, into + inside, scale, wide, *left]))
-        owners.append(first + (torch.zeros_like(number) if shared else number))
-        first += bands * strips
-    any_shared = any(matrix.shared for matrix in matrices)
     return Tiles(
         torch.cat(entries, 1).to(device),
-        torch.cat(owners).to(device) if any_shared else None,
         any(matrix.rows % WIDE or matrix.columns % WIDE for matrix in matrices),
     )
 
@@ -407,31 +375,22 @@ def encode(
         count, ragged = tiles.entries.shape[1], tiles.ragged
     if not count:
         return
-    owners = None if tiles is None else tiles.owners
-    largest = x if owners is None else x.new_empty(count, dtype=torch.int32)
-    for measures in (True, False) if owners is not None else (False,):
-        run(
-            _encode_kernel, (count,),
-            _pairs(x), codes.view(torch.int16), scales, largest,
-            x if tiles is None else tiles.entries, count, rows, columns, stride,
-            listed=tiles is not None, measures=measures,
-            shared=owners is not None and not measures, wide=x.dtype == torch.float32,
-            rceil=rounding == "rceil", native=casts_natively(x.device), ragged=ragged, num_warps=16,
-        )  # fmt: skip
-        if measures and owners is not None:
-            largest_of = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
-            largest = largest_of[owners]
+    run(
+        _encode_kernel, (count,),
+        _pairs(x), codes.view(torch.int16), scales, x if tiles is None else tiles.entries,
+        count, rows, columns, stride,
+        listed=tiles is not None, wide=x.dtype == torch.float32, rceil=rounding == "rceil",
+        native=casts_natively(x.device), ragged=ragged, num_warps=16,
+    )  # fmt: skip
 
 
 def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposes of uint8 [..., rows, columns], and of the scales of its blocks, in new memory;
-    both sides of several matrices are multiples of 128."""
-    *batch, rows, columns = codes.shape
-    out = codes.new_empty(*batch, columns, rows)
-    out_scales = scales.new_empty(*batch, scales.shape[-1], scales.shape[-2])
-    grid = (scales.shape[-2] * scales.shape[-1], math.prod(batch))
+    """The transposes of uint8 [rows, columns], and of the scales of its blocks, in new memory."""
+    rows, columns = codes.shape
+    out = codes.new_empty(columns, rows)
+    out_scales = scales.new_empty(scales.shape[1], scales.shape[0])
     run(
-        _turn_kernel, grid, codes, scales, out, out_scales, rows, columns, scales.stride(-2),
-        ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
+        _turn_kernel, (scales.numel(),), codes, scales, out, out_scales, rows, columns,
+        scales.stride(0), ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
     )  # fmt: skip
     return out, out_scales

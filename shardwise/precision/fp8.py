@@ -212,18 +212,13 @@ def rounding_of(blocks: Sequence[Block]) -> Rounding:
 
 
 def encode_reference(
-    x: Tensor, block: Block, rounding: Rounding | None = None, sharing: int = 0
+    x: Tensor, block: Block, rounding: Rounding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales by definition, on any device; kernels give the same bits. ``sharing``: the
-    number of matrices, one below another, each of which has one scale for all its blocks."""
+    """Codes and scales by definition, on any device; kernels give the same bits."""
     rounding = rounding or rounding_of([block])
     scale_dtype = SCALES.get(block, torch.float32)  # fp32 for blocks of whole rows or matrices
     values = in_blocks(x.to(torch.bfloat16).contiguous(), block)
     magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
-    if sharing:
-        by_matrix = magnitudes.view(sharing, -1)
-        largest_each = by_matrix.amax(1, keepdim=True)
-        magnitudes = largest_each.expand_as(by_matrix).reshape(magnitudes.shape)
     undefined = magnitudes >= 0x7F80
     if rounding == "exact":
         largest = (magnitudes << 16).view(torch.float32).clamp(min=SMALLEST)
@@ -275,27 +270,14 @@ def encode(
     blocks: Sequence[Block] = (ROW, COLUMN),
     *,
     out: Sequence[Plane] | None = None,
-    sharing: int = 0,
 ) -> tuple[Plane, ...]:
     """Encode x into one plane for each of ``blocks``. On a GPU a row and a column plane take one
-    pass.
-
-    Args:
-        out: planes to write into and return, in the order of ``blocks``.
-        sharing: with blocks of 128x128, the number of equal matrices, one below another, each of
-            which has one scale for all its blocks. 0: each block has its own scale.
-    """
+    pass. ``out``: planes to write into and return, in the order of ``blocks``."""
     problems = block_problems(blocks) or shape_problems(x.shape, blocks)
     if x.dtype not in SOURCES:
         problems.append(f"a tensor of {x.dtype}: encode floating-point values, not codes")
     if len(set(blocks)) != len(blocks):
         problems.append(f"blocks {tuple(blocks)}: pass each at most once")
-    partial = bool(x.shape[0] % (sharing * WIDE or 1) or x.shape[1] % WIDE)
-    if sharing and (tuple(blocks) != (SQUARE_128,) or partial):
-        problems.append(
-            f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} with one scale "
-            f"each: only matrices of whole blocks of {SQUARE_128} can have one"
-        )
     if problems:
         raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
@@ -311,13 +293,11 @@ def encode(
         source = source.detach().contiguous()
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         if SQUARE_128 in by_block:
-            matrix = fp8_codes.Matrix(x.shape[0], x.shape[1], 0, 0)
-            tiles = fp8_codes.list_tiles(matrix.cut(sharing), x.device) if sharing else None
-            fp8_codes.encode(source, *by_block.pop(SQUARE_128), tiles=tiles)
+            fp8_codes.encode(source, *by_block.pop(SQUARE_128))
         mxfp8.encode(source, by_block)
         return planes
     for plane in planes:
-        codes, scales = encode_reference(x.detach(), plane.block, None, sharing)
+        codes, scales = encode_reference(x.detach(), plane.block)
         plane.codes.copy_(codes)
         plane.scales.copy_(scales)
     return planes

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.core.layout import Item, Layout
+from shardwise.core.layout import Layout
 from shardwise.precision.fp8 import (
     BLOCKS,
     COLUMN,
@@ -120,12 +120,7 @@ class FP8:
                     scale_shape(codes.shape, block), (step, 1), _at(outs[2 * number + 1], start)
                 )
                 planes.append(Plane(codes=codes, scales=scales, block=block))
-            sharing = (
-                (high - low) // math.prod(item.shape[-2:])
-                if _one_scale_each(item, self.blocks)
-                else 0
-            )
-            encode(values, self.blocks, out=planes, sharing=sharing)
+            encode(values, self.blocks, out=planes)
 
     def _encode_together(
         self,
@@ -144,11 +139,8 @@ class FP8:
                 item, (start, step) = layout.items[index], places[index]
                 columns = item.shape[-1]
                 start += low // columns // SQUARE_128[0] * step - first * length
-                matrix = kernels.Matrix(
-                    (high - low) // columns, columns, offset, offset, scale=start, step=step
-                )
-                members = (high - low) // math.prod(item.shape[-2:])
-                matrices += matrix.cut(members) if _one_scale_each(item, self.blocks) else [matrix]
+                count = (high - low) // columns
+                matrices.append(kernels.Matrix(count, columns, offset, offset, start, step))
             if not matrices:
                 return
             tiles = self._tiles[first, main.device] = kernels.list_tiles(matrices, main.device)
@@ -179,26 +171,17 @@ def _at(buffer: Tensor, start: int) -> int:
 # ------------------------------------------------------------------------------ places of scales
 
 
-def _one_scale_each(item: Item, blocks: tuple[Block, ...]) -> bool:
-    """Whether a weight is a stack in which each matrix has one scale for all its blocks, as
-    grouped products in fp8 need (``moe/coded.py``)."""
-    return len(item.shape) == 3 and blocks == (SQUARE_128,)
-
-
 @lru_cache(maxsize=256)
 def _staged_because(layout: Layout, blocks: tuple[Block, ...]) -> str:
     if layout.num_shards == 1:
         return ""
     if len(blocks) > 1:
         return "two planes have more bytes"
-    shared = any(_one_scale_each(item, blocks) for item in layout.items)
-    what = "an expert, which has one scale" if shared else "a block"
-    cut = f"a rank's shard cuts {what}"
+    cut = "a rank's shard cuts a block"
     if not share_of(layout, blocks[0]):
         return cut
     for index, item in enumerate(layout.items):
-        rows = item.shape[-2] if _one_scale_each(item, blocks) else side_of(blocks)
-        together = rows * item.shape[-1]
+        together = side_of(blocks) * item.shape[-1]
         if any(layout.piece(index, shard)[0] % together for shard in layout.holders(index)):
             return cut
     return ""

@@ -15,8 +15,6 @@ import shardwise as sw
 from shardwise.core import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.moe.weights import ExpertTensor
-from shardwise.precision.fp8 import SQUARE_128, encode
-from shardwise.precision.fp8_weight import Coded
 from tests.one_card import device_type
 from tests.parity.mxfp8_helpers import Kind, coded
 from tests.ranks import run_ranks
@@ -35,17 +33,13 @@ class AtUse(ExpertTensor):
 
 
 class BlocksAtUse(ExpertTensor):
-    """The same of blocks of 128; grouped experts have one scale each."""
+    """The same of blocks of 128."""
 
     def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         value = super().value(dtype)
         if value.dim() == 2:
             return value
-        if not self.grouped:
-            return torch.stack([coded(member, "fp8_block").decode(phase) for member in value])
-        (plane,) = encode(value.reshape(-1, value.shape[-1]), (SQUARE_128,), sharing=len(value))
-        made: Coded = Coded.of(value.shape, (plane.codes, plane.scales), None, "fp8")
-        return made.decode(phase)
+        return torch.stack([coded(member, "fp8_block").decode(phase) for member in value])
 
 
 AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8": AtUse, "fp8_block": BlocksAtUse}
@@ -136,10 +130,7 @@ def members_are_coded_one_by_one(net: Net, format: Kind) -> None:
     assert len(whole) == net.moe.experts.num_experts
     parts = weight.codes.chunk(len(whole)), weight.scales.chunk(len(whole))
     for number, value in enumerate(whole):
-        if format == "fp8_block":
-            (alone,) = encode(value, (SQUARE_128,), sharing=1)
-        else:
-            alone = coded(value)
+        alone = coded(value, format)
         assert torch.equal(parts[0][number], alone.codes)
         assert torch.equal(parts[1][number], alone.scales)
     net.moe.experts.reshard()  # type: ignore[operator]

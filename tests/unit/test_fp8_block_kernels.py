@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8 import SQUARE_128, Rounding, encode_reference
+from shardwise.precision.fp8 import SQUARE_128, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
 from tests.interpreter import INSIDE, inside
 
@@ -101,26 +101,6 @@ def test_tiles_of_many_matrices_are_encoded_in_one_launch(high: int, wide: int, 
         assert torch.equal(there.nan_to_num(-1), expected_scales.nan_to_num(-1))
         there.fill_(7)
     assert (codes == 7).all() and (scales == 7).all(), "nothing else was written"
-
-
-@inside
-@pytest.mark.parametrize("rounding", ["exact", "rceil"])
-def test_experts_share_a_scale_and_rows_have_one_each(rounding: Rounding) -> None:
-    stack = values(256, 256, torch.float32)  # two experts of [128, 256]
-    stack[128:] *= 64.0
-    stack[:40] = stack[40:80]  # the first without NaN and infinity
-    expected, expected_scales = encode_reference(stack, SQUARE_128, rounding, 2)
-    assert (expected_scales[:, :1] == expected_scales)[0].all()
-    assert expected_scales[0, 0] != expected_scales[1, 0]
-    codes, scales = torch.full_like(expected, 7), torch.full_like(expected_scales, 7)
-    tiles = kernels.list_tiles(kernels.Matrix(256, 256, 0, 0).cut(2), stack.device)
-    kernels.encode(stack, codes, scales, tiles=tiles, rounding=rounding)
-    assert torch.equal(codes, expected)
-    assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
-    both = codes.view(2, 128, 256), scales.view(2, 1, 2)
-    turned, turned_scales = kernels.turn(*both)
-    assert torch.equal(turned, both[0].transpose(1, 2))
-    assert torch.equal(turned_scales.nan_to_num(-1), both[1].transpose(1, 2).nan_to_num(-1))
 
 
 @inside
