@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwise.core import comm
-from shardwise.kernels.forms import Polynomial
-from shardwise.kernels.newton_schulz import iterate_gram
+from shardwise.kernels.newton_schulz import bound_of, iterate_gram, scaled
+from shardwise.kernels.polynomials import Polynomial
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +75,9 @@ class Blocks:
         x = x.contiguous()  # [count, m, n / t]
         largest = x.abs().amax(dim=(-2, -1)).clone()
         comm.all_reduce(largest, self.axis, "max").wait()
-        exponent = torch.frexp(largest).exponent.clamp(-100, 126)
-        x = torch.ldexp(x, -exponent[:, None, None])
+        x = scaled(x, largest)
         gram = self._gram(x)
-        if polynomial.norm == "schatten4":
-            bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt()
-        else:  # the trace of X X' is the sum of all squares
-            bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
-        bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
+        bound = bound_of(gram, polynomial)
         x = iterate_gram(x / bound, gram / bound**2, polynomial, self._gram)
         return (x.mT if self.dim == 0 else x).contiguous()
 

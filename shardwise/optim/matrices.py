@@ -45,7 +45,7 @@ class MatrixParameter:
         return within
 
     def matrices(
-        self, position: int, *, measured: bool, known: Known, divided: Sequence[Piece] | None
+        self, position: int, known: Known, divided: Sequence[Piece] | None
     ) -> list[Matrix]:
         """The matrices of the parameter, with pieces and costs. ``position``: that of the parameter
         in its group. ``divided``: the pieces that each rank updates, where these are not all that
@@ -62,7 +62,7 @@ class MatrixParameter:
         if key not in known:
 
             def cost(rows: int, cols: int) -> int:
-                return self.rule.cost(rows, cols, self.group, measured=measured)
+                return self.rule.cost(rows, cols, self.group)
 
             matrices = matrices_of(shape, self.split_here[0])
             known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)

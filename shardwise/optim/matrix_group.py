@@ -49,20 +49,11 @@ States = dict[Tensor, dict[str, Any]]
 LEAST_BYTES = 16 << 20  # less memory for matrices that skip the exchange is not worth more launches
 
 
-def kernels_everywhere(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
-    """Whether every rank of the axes has kernels, so that all ranks price matrices as measured.
-
-    Collective on GPUs, because a cluster may have several kinds. In a plan, "nccl" as the backend
-    stands for GPUs with kernels.
-    """
+def has_kernels(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
+    """Whether the ranks compute by kernels. In a plan, "nccl" as the backend stands for GPUs."""
     if device.type == "meta":
         return any(axis.backends.get("meta") == "nccl" for axis in axes)
-    if device.type != "cuda":
-        return False
-    everywhere = newton_schulz.uses_kernels(device)
-    for axis in axes:
-        everywhere = all(comm.agree(everywhere, axis))
-    return everywhere
+    return newton_schulz.uses_kernels(device)
 
 
 class Now(NamedTuple):
@@ -87,20 +78,19 @@ class MatrixGroup:
         shards = sharding.axis(sharding.sharded)
         spreads = first.get("replicas", "spread") == "spread"
         replicas = sharding.axis(sharding.replicated) if spreads else None
-        measured = kernels_everywhere(device, sharding.axes)
+        by_kernels = has_kernels(device, sharding.axes)
         self.blocks = self._blocks(first.get("tensor_parallel", "duplicated"))
         known: Known = {}
-        matrices = self._matrices(measured, known)
+        matrices = self._matrices(known)
         wide = all(local.dtype == torch.float32 for local in locals_)
         # ``fused``: the hooks run by kernels here. ``narrow``: on all ranks, so results travel in
         # fp16 and are scaled when they are applied. All blocks of a matrix need the same scale.
         same = all(len(set(matrix.shapes)) == 1 for matrix in matrices)
         fits = self.rule.has_kernels and wide
-        narrows = measured and self.blocks is None and self.rule.keeps("compute")
+        narrows = by_kernels and self.blocks is None and self.rule.keeps("compute")
         self.narrow = fits and narrows and same
         dense = all(local.is_contiguous() for local in locals_)
-        has_kernels = measured if device.type == "meta" else newton_schulz.uses_kernels(device)
-        self.fused = fits and has_kernels and (dense or device.type == "meta")
+        self.fused = fits and by_kernels and (dense or device.type == "meta")
         results = torch.float16 if self.narrow else torch.float32
         if replicas is not None and dense:
             num_shards = shards.size if shards is not None else 1
@@ -110,7 +100,7 @@ class MatrixGroup:
                 self.spread = spread_evenly(sharding, parameters)
         if self.spread is not None:
             self.sharding = self.spread.sharding
-            matrices = self._matrices(measured, known)
+            matrices = self._matrices(known)
             shards, replicas = self.sharding.axis(self.sharding.sharded), None
         groups = list({id(member.group): None for member in members})
         apart = [groups.index(id(member.group)) for member in members]
@@ -148,15 +138,14 @@ class MatrixGroup:
             return None
         return Blocks(axis, self.sharding.block_dim, mode)
 
-    def _matrices(self, measured: bool, known: Known) -> list[Matrix]:
+    def _matrices(self, known: Known) -> list[Matrix]:
         return [
             matrix
             for position, member in enumerate(self.members)
             for matrix in member.matrices(
                 position,
-                measured=measured,
-                known=known,
-                divided=None if self.spread is None else self.spread.pieces[position],
+                known,
+                None if self.spread is None else self.spread.pieces[position],
             )
         ]
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from shardwise.core.memory import counted, held
 from shardwise.kernels import newton_schulz as kernels
-from shardwise.kernels.forms import Polynomial, choose, num_grams
+from shardwise.kernels.newton_schulz import orthogonalise
 from shardwise.kernels.packed import Packed
+from shardwise.kernels.polynomials import DEFAULT, Polynomial, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import KIND
-from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of
 from shardwise.optim.rules import Rule, State, Step
 from shardwise.optim.settings import range_problems
 from shardwise.words import choice_problems
@@ -144,7 +144,7 @@ class MuonSettings(Rule):
             if batch.is_meta:  # a plan, which has no values
                 return torch.empty_like(batch)
             factor = self.factor(rows, cols, step.settings)
-            return newton_schulz(batch, polynomial).mul_(factor)
+            return orthogonalise(batch, polynomial).float().mul_(factor)
 
     def compute_blocks(self, batch: Tensor, blocks: Blocks, step: Step) -> Tensor:
         polynomial = polynomial_of(step.settings["preset"])
@@ -248,5 +248,4 @@ def workspace_bytes(
     matrix."""
     if not by_kernels:
         return 4 * (count + 6) * rows * cols
-    grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
-    return 2 * count * (2 * rows * cols + grams)
+    return 2 * count * (2 * rows * cols + polynomial.grams * min(rows, cols) ** 2)

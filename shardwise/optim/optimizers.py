@@ -18,14 +18,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.polynomials import PRESETS, Polynomial
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import MatrixOptimizer
 from shardwise.optim.muon import SCALES, MuonSettings
-from shardwise.optim.presets import PRESETS
 from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.rules import Rule

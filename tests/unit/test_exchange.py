@@ -15,10 +15,10 @@ from torch import Tensor
 from shardwise.core import comm
 from shardwise.core.layout import ROW, TENSOR, Grain, Item, plan
 from shardwise.core.placements import chunk_range
+from shardwise.kernels.polynomials import PRESETS, cost
 from shardwise.optim import ownership
 from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.ownership import Ownership, assign_owners
-from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.replicas import evenly_is_cheaper
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
 from shardwise.optim.storage import Sharding

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.kernels.polynomials import DEFAULT, PRESETS
 from shardwise.optim.muon import SCALES
-from shardwise.optim.presets import DEFAULT, PRESETS
 from shardwise.optim.rules import Step
 from tests.models import Weights as Parameters
 from tests.reference.muon import SlowMuon

@@ -17,10 +17,10 @@ import shardwise as sw
 from shardwise.core import layout
 from shardwise.core.memory import Block as Memory
 from shardwise.core.mesh import PretendedMesh
+from shardwise.kernels.polynomials import cost
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
 from shardwise.planning.orthogonalisation import by_rank
 from shardwise.planning.plan import Plan, dry_run, plan
@@ -185,7 +185,7 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
     price = cost(64, 64, sw.muon().polynomial)
-    assert work.busiest == work.total == price > 20 * 64**3 and work.idlest == 0
+    assert work.busiest == work.total == price == 18 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
     # one owner gets three quarters, and sends them back in fp16: the most that anybody sends
     assert found["zero3"].exchanged == Counter(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim.presets import PRESETS
+from shardwise.kernels.polynomials import PRESETS
 from shardwise.optim.routing import routes_of
 from shardwise.optim.split import Split, matrices_of
 from tests.models import make_model, mesh_of, shard_model
