@@ -67,12 +67,11 @@ class Blocks:
         return found
 
     def orthogonalise(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
-        """This rank's blocks of the orthogonalised matrices, in the Gram form, with Gram matrices
-        over the side that is not cut."""
+        """This rank's blocks of the orthogonalised matrices, with Gram matrices over the side that
+        is not cut."""
         x = batch.float()
-        if self.dim == 0:  # transposed, blocks of rows are blocks of columns
-            x = x.mT
-        x = x.contiguous()  # [count, m, n / t]
+        # Transposed, blocks of rows are blocks of columns: [count, m, n / t].
+        x = (x.mT if self.dim == 0 else x).contiguous()
         largest = x.abs().amax(dim=(-2, -1)).clone()
         comm.all_reduce(largest, self.axis, "max").wait()
         x = scaled(x, largest)

@@ -16,7 +16,7 @@ settings under the same names, and a step reads them there, because schedulers c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -78,10 +78,6 @@ class Rule:
     def cost(self, rows: int, cols: int, settings: Mapping[str, Any]) -> int:
         """The load of a matrix when owners are balanced."""
         return cost(rows, cols, polynomial_of(settings.get("preset", DEFAULT)))
-
-    def alike(self, settings: Mapping[str, Any]) -> Hashable:
-        """Matrices of parameter groups with equal values are computed in one batch."""
-        return ()
 
     def factor(self, rows: int, cols: int, settings: Mapping[str, Any]) -> float:
         """The factor on the update of a whole matrix [rows, cols]."""

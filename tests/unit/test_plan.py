@@ -236,24 +236,9 @@ def test_a_matrix_optimizer_takes_what_routing_says() -> None:
     assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
-def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
-    """Small ones take a GPU longer than their operations say, and are shared out accordingly."""
-    with torch.device("meta"):
-        sides = [1024] + [512] * 12
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for side in sides))
-    turns = {
-        device: plan(
-            model, {"dp_outer": 2, "dp": 1}, "hsdp", optimizer="muon", device=device, wrap=[model]
-        ).divisions
-        for device in ("cpu", "cuda")
-    }
-    assert turns["cpu"] != turns["cuda"]
-    beside = {
-        d: sum(found.ranges[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")
-    }
-    assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
-    with pytest.raises(ValueError, match="device='gpu': choose 'cuda' or 'cpu'"):
-        plan(model, {"dp": 2}, device="gpu")
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="device='gpu'"):
+        plan(nn.Linear(2, 2, device="meta"), {"dp": 2}, device="gpu")
 
 
 # ------------------------------------------------------------------------------ what is wrapped
