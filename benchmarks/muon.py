@@ -26,9 +26,8 @@ from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.systems import BF16_COMPUTE, wrap_fsdp2, wrap_zero
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
-from shardwise.kernels.forms import Polynomial, Triple
 from shardwise.kernels.newton_schulz import orthogonalise
-from shardwise.optim.presets import DEFAULT, PRESETS
+from shardwise.kernels.polynomials import DEFAULT, PRESETS, Polynomial, Triple
 
 WARMUPS, STEPS = 3, 10
 Steps = Callable[[], None]

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import report
 from shardwise.core.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.core.layout import TENSOR, Item, tensor_fraction
-from shardwise.optim.presets import DEFAULT, PRESETS, cost
+from shardwise.kernels.polynomials import DEFAULT, PRESETS, cost
 
 BUCKET_MB, WIDTH = 256, 2  # bf16 weights
 SHOWN = (2, 3, 4, 7, 8, 13, 16, 32, 48, 64, 100, 127, 128, 256, 384, 512, 768, 1000, 1009, 1024)

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import momentum, normalise, product, symmetric, update
-from shardwise.kernels.forms import WIDE, Form
 from shardwise.kernels.newton_schulz import orthogonalise
 from shardwise.kernels.packed import BLOCK, SAMPLES, sample_stride
+from shardwise.kernels.symmetric import WIDE
 from tests.kernel_cases import PRESETS, band, quality, singular_values, spectrum
 
 WORKERS = 14
-FORMS: tuple[Form, ...] = ("direct", "gram", "block")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,24 +141,24 @@ def check_update(rows: int, columns: int, dtype: torch.dtype, rule: update.Decay
     assert all(map(torch.equal, weights, copies)), "batch or pieces, the same weights"
 
 
-def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
+def check_preset(name: str, rows: int, columns: int) -> None:
     """Rotation and singular values beside those of the exact polynomial."""
     polynomial = PRESETS[name]
     for kind in ("even", "power"):
         matrix, u, v = spectrum(kind, rows, columns)
         batch = torch.stack([matrix, matrix.flip(0), torch.zeros_like(matrix)]).cuda()
-        found = orthogonalise(batch.float(), polynomial, form)
+        found = orthogonalise(batch.float(), polynomial)
         assert found.shape == batch.shape and not found[2].any()
         rotation, gains = quality(found[0].double(), u.cuda(), v.cuda())
         assert rotation < 0.02, f"{kind}: rotation {rotation:.4f}"
-        low, high = band(polynomial, singular_values(kind, rows, columns), form)
+        low, high = band(polynomial, singular_values(kind, rows, columns))
         outside = torch.maximum(low.cuda() - gains, gains - high.cuda()).max()
         assert outside < 0.015, f"{kind}: singular values leave the band by {float(outside):.4f}"
 
 
-def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> None:
+def check_batch_invariance(rows: int, columns: int, name: str) -> None:
     polynomial = PRESETS[name]
-    run = functools.partial(orthogonalise, polynomial=polynomial, form=form)
+    run = functools.partial(orthogonalise, polynomial=polynomial)
     batch = random(11, rows, columns)
     whole = run(batch)
     assert torch.equal(run(batch), whole), "the same twice"
@@ -174,27 +173,17 @@ def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> No
     assert poisoned_batch[5].isnan().any() and poisoned_batch[6].isnan().any(), "not hidden"
 
 
-def check_scale_invariance(form: Form) -> None:
+def check_scale_invariance() -> None:
     batch = random(2, 256, 384)
     for power in (-80, -20, 20, 80):
-        scaled = orthogonalise(batch * 2.0**power, PRESETS["polar_express"], form)
-        plain = orthogonalise(batch, PRESETS["polar_express"], form)
+        scaled = orthogonalise(batch * 2.0**power, PRESETS["polar_express"])
+        plain = orthogonalise(batch, PRESETS["polar_express"])
         assert torch.equal(scaled, plain), f"2^{power}"
 
 
-def check_parts() -> None:
-    """More than 2^31 elements, and more than the workspace holds at a time."""
-    batch = random(1, 2048, 2048).expand(516, -1, -1).contiguous()
-    assert batch.numel() > 2**31
-    batch[-1] = random(2048, 2048)
-    found = orthogonalise(batch, PRESETS["polar_express"])
-    alone = orthogonalise(batch[-1:], PRESETS["polar_express"])
-    assert torch.equal(found[-1], alone[0]) and torch.equal(found[-2], found[0])
-
-
-def check_graph(form: Form, rows: int, columns: int) -> None:
+def check_graph(rows: int, columns: int) -> None:
     batch = random(3, rows, columns)
-    run = functools.partial(orthogonalise, polynomial=PRESETS["s4"], form=form)
+    run = functools.partial(orthogonalise, polynomial=PRESETS["s4"])
     run(batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -215,19 +204,22 @@ def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
             found.append((check_momentum, (rows, columns, dtype)))
             found += [(check_update, (rows, columns, dtype, r)) for r in ("plain", "cautious")]
     found += [(check_bad_guess, shape) for shape in ((2048, 2048), (1000, 1003))]
+    sides = (
+        (512, 1024),
+        (1024, 512),
+        (520, 520),
+        (301, 203),
+        (128, 512),
+        (64, 64),
+        (13, 57),
+        (1, 9),
+    )
     for name in PRESETS:
-        for rows, columns in ((512, 1024), (1024, 512), (520, 520), (301, 203)):
-            found += [(check_preset, (name, form, rows, columns)) for form in FORMS[:2]]
-        for rows, columns in ((128, 512), (512, 128), (64, 64), (13, 57), (1, 9)):
-            found.append((check_preset, (name, "block", rows, columns)))
+        found += [(check_preset, (name, *shape)) for shape in sides]
     for name in ("polar_express", "s4", "nonic"):
-        for rows, columns in ((2048, 2048), (512, 1536), (1536, 512), (136, 264)):
-            for form in FORMS[:2]:
-                found.append((check_batch_invariance, (form, rows, columns, name)))
-        found.append((check_batch_invariance, ("block", 128, 640, name)))
-    found += [(check_scale_invariance, (form,)) for form in FORMS[:2]]
-    found += [(check_graph, (form, 384, 512)) for form in FORMS[:2]]
-    found += [(check_graph, ("block", 96, 512)), (check_parts, ())]
+        for shape in ((2048, 2048), (512, 1536), (1536, 512), (136, 264), (128, 640)):
+            found.append((check_batch_invariance, (*shape, name)))
+    found += [(check_scale_invariance, ()), (check_graph, (384, 512)), (check_graph, (96, 512))]
     return found
 
 

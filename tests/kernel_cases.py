@@ -8,11 +8,11 @@ import functools
 import torch
 from torch import Tensor
 
-from shardwise.kernels.forms import Form, Polynomial
-from shardwise.optim import presets
+from shardwise.kernels import polynomials
+from shardwise.kernels.polynomials import Polynomial
 
 # Those of the optimizer, and polynomials of other kinds: cubic, schatten4 with steps of degree 5.
-PRESETS = presets.PRESETS | {
+PRESETS = polynomials.PRESETS | {
     "you": Polynomial(
         name="you",
         coefficients=(
@@ -70,19 +70,18 @@ def gains_of(
     polynomial: Polynomial,
     values: Tensor,
     factor: float | Tensor = 1.0,
-    form: Form = "direct",
     off: float | Tensor = 0.0,
 ) -> Tensor:
     """Images of singular values under the polynomial: normalised, then off by ``factor``.
 
-    ``off`` is what rounding has added to the first Gram of the other forms, whose polynomials see
-    it until X is formed anew, while X does not.
+    ``off`` is what rounding has added to the first Gram, which the polynomials see until X is
+    formed anew, while X does not.
     """
     order = 2 if polynomial.norm == "frobenius" else 4
     s = factor * values / (values.pow(order).sum().pow(1 / order) * polynomial.safety)
     r, q = s * s + off, torch.ones_like(s)
     for index, step in enumerate(polynomial.coefficients):
-        if form == "direct" or index == polynomial.first_steps(form):
+        if index == polynomial.first_steps:
             s, q = q * s, torch.ones_like(s)
             r = s * s
         z = sum(value * r**power for power, value in enumerate(step))
@@ -90,15 +89,15 @@ def gains_of(
     return q * s
 
 
-def band(polynomial: Polynomial, values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def band(polynomial: Polynomial, values: Tensor) -> tuple[Tensor, Tensor]:
     """(lowest, highest) gain of singular values that rounding has moved by up to 2 %, or in a Gram,
     whose norm is at most 1, by up to 2e-5.
 
     Steep polynomials such as Keller's magnify the rounding of what they are given.
     """
     factors = torch.linspace(0.98, 1.02, 41).to(values)[:, None, None]
-    offs = torch.linspace(-2e-5, 2e-5, 1 if form == "direct" else 9).to(values)[:, None]
-    gains = gains_of(polynomial, values, factors, form, offs * (form != "direct"))
+    offs = torch.linspace(-2e-5, 2e-5, 9).to(values)[:, None]
+    gains = gains_of(polynomial, values, factors, offs)
     return gains.amin((0, 1)), gains.amax((0, 1))
 
 

@@ -27,7 +27,6 @@ from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
 from shardwise.notices import warn_once
 from shardwise.optim.muon import MACHINE_SETTINGS
-from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optim.storage import buffer_of
 
 log = logging.getLogger(__name__)
@@ -90,8 +89,6 @@ def _own_values_as_gradients(parameters: list[Tensor]) -> Iterator[None]:
 
 def add_optimizer(state: State, optimizer: Optimizer) -> OptimizerValues:
     """Add the optimizer's tensors to ``state``; return its other values, by parameter."""
-    if isinstance(optimizer, ShardedOptimizer) and optimizer.half_step is not None:
-        state.problems.append(optimizer.half_step)
     create_state(optimizer)
     state.problems += [
         f"the optimizer's state has an entry {key!r} that belongs to no parameter, and states are "
@@ -256,8 +253,6 @@ class OptimizerLoad:
         for write in self._writes:
             write()
         self._optimizer.__setstate__({})  # as torch's load does: keeps AdamW's decay decoupled
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.half_step = None
 
     def undo(self) -> None:
         """Remove the states that ``compare`` has made."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct and the Gram iteration with the two product kernels, in 16 bits with fp32 sums.
+"""The Gram iteration with the two product kernels, in 16 bits with fp32 sums.
 
 X itself is not scaled: (1 / norm)² scales the first Gram of a matrix, and 1 / norm scales the first
 product with X, each inside the kernel that stores the result.
 
-Both iterations overwrite the packed batch: X alternates between its memory and a second one.
+It overwrites the packed batch: X alternates between its memory and a second one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.factors import Factors, factors
-from shardwise.kernels.forms import (
+from shardwise.kernels.packed import Packed
+from shardwise.kernels.polynomials import (
     GRAM_SCALE,
     VALUE_SCALE,
-    WIDE,
     Polynomial,
-    ProductTile,
     Step,
     Triple,
     stages,
 )
-from shardwise.kernels.packed import Packed
 from shardwise.kernels.product import product
-from shardwise.kernels.symmetric import symmetric_product, tiles_per_matrix
+from shardwise.kernels.symmetric import WIDE, ProductTile, symmetric_product, tiles_per_matrix
 
 
 class Products:
@@ -144,30 +142,9 @@ def first_gram(
     return gram, factors(inverse, squares, GRAM_SCALE, polynomial.safety)
 
 
-def direct(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
-    """The direct iteration."""
-    products = Products(packed.values, tile)
-    gram, first = first_gram(products, packed, polynomial)
-    rescale: Factors | None = first
-    middle = products.empty_gram()
-    inner = products.empty_gram() if polynomial.nested else None
-    x, spare = packed.values, torch.empty_like(packed.values)
-    scales: Tensor | None = first.x
-    alpha = 1.0
-    for index, step in enumerate(polynomial.coefficients):
-        if index:
-            products.gram(x, gram, GRAM_SCALE / VALUE_SCALE**2)
-        products.polynomial(gram, middle, step, rescale, inner)
-        last = index == polynomial.steps - 1
-        stored = 1.0 if last else VALUE_SCALE
-        products.apply(middle, x, spare, alpha * stored, scales)
-        x, spare = spare, x
-        alpha, scales, rescale = 1 / VALUE_SCALE, None, None
-    return x
-
-
-def gram(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
-    """The Gram iteration: X is multiplied by a Q at the restart, and by another Q at the end.
+def iterate(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Tensor:
+    """The result in the layout of ``packed.values``. X is multiplied by a Q at the restart, and by
+    another Q at the end.
 
     Let z be the polynomial of R of an iteration, without ``a``. R becomes (z + a)·R·(z + a). Q is
     multiplied from the last iteration back to the first: Q·z + a·Q adds a tile of an operand that
@@ -179,7 +156,7 @@ def gram(packed: Packed, polynomial: Polynomial, tile: ProductTile = WIDE) -> Te
     rescale: Factors | None = factors_left
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
     scales: Tensor | None = factors_left.x
-    first = polynomial.first_steps("gram")
+    first = polynomial.first_steps
     # A run of k iterations stores k - 1 polynomials and needs one more buffer at its peak.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
     inner = products.empty_gram() if polynomial.nested else None

@@ -27,7 +27,7 @@ from shardwise.kernels.launch import run
 from shardwise.kernels.normalise import CHUNK, PASS, SAMPLE, SETTLE, guess_from, pack_by, settle
 from shardwise.kernels.normalise import reference as normalised
 from shardwise.kernels.packed import BLOCK, Packed
-from shardwise.kernels.tables import Matrices, addresses
+from shardwise.kernels.tables import addresses
 
 WIRE = tl.constexpr(0)  # a fourth kind of work, beside SAMPLE, PASS and SETTLE
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -187,9 +187,6 @@ def pack(
     """
     weight = 1 - beta
     first = grads[0]
-    shapes = {tuple(grad.shape) for grad in ([first] if isinstance(grads, Matrices) else grads)}
-    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
-        raise ValueError(f"matrices of shapes {sorted(shapes)}: a batch takes one 2-D shape")
     table, (rows, columns) = addresses([grads, states]), first.shape
     entries = table.entries
     given = (entries, entries if clip is None else clip, len(grads), beta, weight)

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.forms import ProductTile
 from shardwise.kernels.launch import boxes, run
-from shardwise.kernels.symmetric import programs
+from shardwise.kernels.symmetric import ProductTile, programs
 
 # Tiles are computed in bands of so many rows of tiles, so that programs that run at the same time
 # share operands in L2.

@@ -66,45 +66,26 @@ class Table:
 
 def addresses(columns: Sequence[Sequence[Tensor]]) -> Table:
     """One row of addresses for each list of pieces in ``columns``, then one row of lengths, which
-    must be equal.
+    all lists share. The pieces of a list have one dtype.
 
     Tables are cached by their addresses, so the table of buffers that stay in place is copied to
     the device once.
     """
-    lengths = [_lengths(column) for column in columns]
-    problems = []
-    if any(not numpy.array_equal(lengths[0], other) for other in lengths):
-        problems = [
-            f"piece {index}: {list(map(int, numels))} elements; they must agree"
-            for index, numels in enumerate(zip(*lengths, strict=True))
-            if len(set(numels)) > 1
-        ]
-    for position, column in enumerate(columns):
-        pieces = column.flats if isinstance(column, Matrices) else column
-        problems += [
-            f"piece {index} of list {position} is not contiguous: kernels walk it by address"
-            for index, piece in enumerate(pieces)
-            if not piece.is_contiguous()
-        ]
-        dtypes = {piece.dtype for piece in pieces}
-        if len(dtypes) > 1:
-            problems.append(f"list {position} mixes {sorted(map(str, dtypes))}: one dtype a call")
-    if problems:
-        raise ValueError("; ".join(problems))
-    rows = [*map(_pointers, columns), lengths[0]]
-    return _table(b"".join(row.tobytes() for row in rows), len(rows), columns[0][0].device)
-
-
-def _lengths(column: Sequence[Tensor]) -> numpy.ndarray:
-    if isinstance(column, Matrices):
-        return numpy.full(len(column), column.rows * column.columns, numpy.int64)
-    return numpy.array([piece.numel() for piece in column], numpy.int64)
-
-
-def _pointers(column: Sequence[Tensor]) -> numpy.ndarray:
-    if isinstance(column, Matrices):
-        return column.addresses
-    return numpy.array([piece.data_ptr() for piece in column], numpy.int64)
+    rows: list[numpy.ndarray] = []
+    for column in columns:
+        if isinstance(column, Matrices):
+            pieces, pointers = column.flats, column.addresses
+            lengths = numpy.full(len(column), column.rows * column.columns, numpy.int64)
+        else:
+            pieces = column
+            pointers = numpy.array([piece.data_ptr() for piece in column], numpy.int64)
+            lengths = numpy.array([piece.numel() for piece in column], numpy.int64)
+        assert all(piece.is_contiguous() for piece in pieces), "kernels walk pieces by address"
+        assert len({piece.dtype for piece in pieces}) == 1, "one dtype for each list"
+        assert not rows or len(rows[0]) == len(pointers), "lists of as many pieces"
+        rows.append(pointers)
+    rows.append(lengths)
+    return _table(b"".join(row.tobytes() for row in rows), len(rows), pieces[0].device)
 
 
 @functools.lru_cache(maxsize=256)

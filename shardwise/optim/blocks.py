@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwise.core import comm
-from shardwise.kernels.forms import Polynomial
-from shardwise.kernels.newton_schulz import iterate_gram
+from shardwise.kernels.newton_schulz import bound_of, iterate_gram, scaled
+from shardwise.kernels.polynomials import Polynomial
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,22 +67,16 @@ class Blocks:
         return found
 
     def orthogonalise(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
-        """This rank's blocks of the orthogonalised matrices, in the Gram form, with Gram matrices
-        over the side that is not cut."""
+        """This rank's blocks of the orthogonalised matrices, with Gram matrices over the side that
+        is not cut."""
         x = batch.float()
-        if self.dim == 0:  # transposed, blocks of rows are blocks of columns
-            x = x.mT
-        x = x.contiguous()  # [count, m, n / t]
+        # Transposed, blocks of rows are blocks of columns: [count, m, n / t].
+        x = (x.mT if self.dim == 0 else x).contiguous()
         largest = x.abs().amax(dim=(-2, -1)).clone()
         comm.all_reduce(largest, self.axis, "max").wait()
-        exponent = torch.frexp(largest).exponent.clamp(-100, 126)
-        x = torch.ldexp(x, -exponent[:, None, None])
+        x = scaled(x, largest)
         gram = self._gram(x)
-        if polynomial.norm == "schatten4":
-            bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt()
-        else:  # the trace of X X' is the sum of all squares
-            bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
-        bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
+        bound = bound_of(gram, polynomial)
         x = iterate_gram(x / bound, gram / bound**2, polynomial, self._gram)
         return (x.mT if self.dim == 0 else x).contiguous()
 

@@ -65,50 +65,41 @@ def step(
     write. Their step counter advances all the same, so that checkpoints agree between ranks.
     """
     stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-    pieces = [(parameter, local_of(parameter)) for parameter in stepped]
-    updated = [parameter for parameter, weight in pieces if weight.numel()]
-    weights = [weight for _, weight in pieces if weight.numel()]
-    grads = [local_of(parameter.grad) for parameter in updated]
-    averages, squares = (
-        [local_of(state[parameter][name]) for parameter in updated]
-        for name in ("exp_avg", "exp_avg_sq")
-    )
-    steps = [state[parameter]["step"] for parameter in updated]
-    empty = [state[parameter]["step"] for parameter, weight in pieces if not weight.numel()]
+    updated = [parameter for parameter in stepped if local_of(parameter).numel()]
+    empty = [state[p]["step"] for p in stepped if not local_of(p).numel()]
     if empty:  # in one launch: with many ranks most pieces are empty
         torch._foreach_add_(empty, 1.0 if clip is None else [1 - clip[1]] * len(empty))
-    if weights and clip is not None and _kernel_fits(weights, grads, averages, squares):
+    if not updated:
+        return stepped
+    weights = [local_of(parameter) for parameter in updated]
+    grads = [local_of(parameter.grad) for parameter in updated]
+    averages = [local_of(state[parameter]["exp_avg"]) for parameter in updated]
+    squares = [local_of(state[parameter]["exp_avg_sq"]) for parameter in updated]
+    steps = [state[parameter]["step"] for parameter in updated]
+    if clip is not None and weights[0].device.type == "cuda" and has_triton():
         from shardwise.kernels import adamw as kernel
 
-        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        kernel.step(weights, grads, averages, squares, steps, clip=clip, **options)
-    elif weights:
-        torch_adamw(
-            weights,
-            [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)],
-            averages,
-            squares,
-            [],
-            steps,
-            foreach=None,
-            fused=group["fused"] or None,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            grad_scale=None if clip is None else 1 / clip[0],
-            found_inf=None if clip is None else clip[1],
-        )
+        if kernel.fits(weights, grads, averages, squares):
+            options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            kernel.step(weights, grads, averages, squares, steps, clip=clip, **options)
+            return stepped
+    torch_adamw(
+        weights,
+        [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)],
+        averages,
+        squares,
+        [],
+        steps,
+        foreach=None,
+        fused=group["fused"] or None,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        grad_scale=None if clip is None else 1 / clip[0],
+        found_inf=None if clip is None else clip[1],
+    )
     return stepped
-
-
-def _kernel_fits(*pieces: list[Tensor]) -> bool:
-    """Whether this library's kernel can clip and update these pieces."""
-    if pieces[0][0].device.type != "cuda" or not has_triton():
-        return False
-    from shardwise.kernels import adamw as kernel
-
-    return kernel.fits(*pieces)

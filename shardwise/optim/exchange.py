@@ -45,7 +45,6 @@ class Span:
     parameter: int
     begin: int  # counted from the beginning of this rank's part of the parameter
     end: int
-    mine: bool  # whether this replica computes its matrices; else the results are received
     matrix: int  # the first of its matrices, which have one shape
 
     @property
@@ -57,16 +56,14 @@ class Batch:
     """Matrices of one shape, [count, rows, cols]. The caller of ``take`` frees their memory."""
 
     def __init__(self, values: Tensor, keys: list[Key]) -> None:
-        self._values: Tensor | None = values
-        self.shape, self.keys = values.shape, keys
+        self._values, self.keys = [values], keys
 
     def take(self) -> Tensor:
-        assert self._values is not None, "taken before"
-        values, self._values = self._values, None
-        return values
+        return self._values.pop()
 
 
-# Writes the flat elements of each span, from which matrices are computed, into the given memory.
+# Writes the flat elements of the first spans, from which this replica computes matrices, into the
+# given memory. The other spans are those whose matrices another replica computes.
 Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
 # The computed matrices of every batch of a round, in new memory.
 Compute = Callable[[list[Batch]], list[Tensor]]
@@ -75,14 +72,12 @@ Compute = Callable[[list[Batch]], list[Tensor]]
 class _Leg:
     """One all-to-all of a round: the parts that this rank sends and receives, by peer."""
 
-    def __init__(self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def __init__(self, axis: comm.Axis, sends: Iterable[Part], receives: Iterable[Part]) -> None:
         self.axis = axis
         # Sender and receiver both sort by peer, then by matrix.
         self.sends, self.receives = sorted(sends), sorted(receives)
-        self.send_lengths = [hi - lo for _, _, lo, hi in self.sends]
-        self.receive_lengths = [hi - lo for _, _, lo, hi in self.receives]
         self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
-        for sizes, parts in ((self.send_sizes, sends), (self.receive_sizes, receives)):
+        for sizes, parts in (self.send_sizes, self.sends), (self.receive_sizes, self.receives):
             for peer, _, lo, hi in parts:
                 sizes[peer] += hi - lo
 
@@ -115,17 +110,6 @@ class _Round:
         """The numbers of the spans that this replica computes, in the order of their matrices, in
         which they are sent to other replicas."""
         return sorted(range(self.num_mine), key=lambda number: self.spans[number].matrix)
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """A leg under way, and the memory that it uses until it has arrived."""
-
-    leg: _Leg
-    pending: comm.Pending
-    event: object
-    received: Tensor
-    sent: Tensor | None
 
 
 class Exchange:
@@ -181,17 +165,18 @@ class Exchange:
         return [self._round(members) for members in self.ownership.rounds]
 
     def _round(self, members: Sequence[int]) -> _Round:
-        owners = self.ownership.owners
+        owners, stored = self.ownership.owners, self.stored
         members = [index for index in members if index not in self.excluded]
         computed = [index for index in members if owners[index][0] == self.replica]
         owned = [index for index in computed if owners[index][1] == self.rank]
+        kept = [(index, lo, hi) for index in owned for lo, hi in stored[index]]
         to_owners = back = to_replicas = None
         if self.shards is not None and any(map(self.ownership.remote_pieces, computed)):
             sends = [
                 (owners[index][1], index, lo, hi)
                 for index in computed
                 if owners[index][1] != self.rank
-                for lo, hi in self.stored[index]
+                for lo, hi in stored[index]
             ]
             receives = [
                 (rank, index, lo, hi)
@@ -201,24 +186,19 @@ class Exchange:
             to_owners = _Leg(self.shards, sends, receives)
             back = _Leg(self.shards, receives, sends)
         if self.replicas is not None:
+            here = [(index, lo, hi) for index in computed for lo, hi in stored[index]]
+            peers = [peer for peer in range(self.replicas.size) if peer != self.replica]
             missing = [
                 (owners[index][0], index, lo, hi)
                 for index in members
                 if owners[index][0] != self.replica
-                for lo, hi in self.stored[index]
+                for lo, hi in stored[index]
             ]
-            shared = [
-                (peer, index, lo, hi)
-                for peer in range(self.replicas.size)
-                if peer != self.replica
-                for index in computed
-                for lo, hi in self.stored[index]
-            ]
+            shared = [(peer, *part) for peer in peers for part in here]
             to_replicas = _Leg(self.replicas, shared, missing)
-        kept = [(index, lo, hi) for index in owned for lo, hi in self.stored[index]]
-        sent = self._spans(to_owners.sends if to_owners else [], mine=True)
-        mine = sent + [self._span(*part, mine=True) for part in kept]
-        elsewhere = self._spans(to_replicas.receives if to_replicas else [], mine=False)
+        sent = self._spans(to_owners.sends if to_owners else [])
+        mine = sent + [self._span(*part) for part in kept]
+        elsewhere = self._spans(to_replicas.receives if to_replicas else [])
         batches: dict[tuple[tuple[int, int], int], list[Key]] = {}
         for index in owned:
             apart = self.apart[self.matrices[index].parameter] if self.apart else 0
@@ -235,40 +215,37 @@ class Exchange:
             to_replicas=to_replicas,
         )
 
-    def _span(self, index: int, lo: int, hi: int, *, mine: bool) -> Span:
+    def _span(self, index: int, lo: int, hi: int) -> Span:
         offset = self.offsets[index]
-        return Span(self.matrices[index].parameter, offset + lo, offset + hi, mine, index)
+        return Span(self.matrices[index].parameter, offset + lo, offset + hi, index)
 
-    def _spans(self, parts: Sequence[Part], *, mine: bool) -> list[Span]:
+    def _spans(self, parts: Sequence[Part]) -> list[Span]:
         """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose
         matrices have the same shapes, become one span."""
         spans: list[Span] = []
-        before: Part | None = None
-        for part in parts:
-            span = self._span(*part[1:], mine=mine)
-            if before is not None and before[0] == part[0]:
-                last = spans[-1]
-                alike = self.matrices[before[1]].shapes == self.matrices[part[1]].shapes
-                if alike and (last.parameter, last.end) == (span.parameter, span.begin):
-                    span = replace(spans.pop(), end=span.end)
+        before: object = None  # the peer and the shapes of the last span
+        for peer, index, lo, hi in parts:
+            span, kind = self._span(index, lo, hi), (peer, self.matrices[index].shapes)
+            last = spans[-1] if kind == before else span
+            if (last.parameter, last.end) == (span.parameter, span.begin):
+                span = replace(spans.pop(), end=span.end)
             spans.append(span)
-            before = part
+            before = kind
         return spans
 
     def agree(self) -> None:
         """Raise where ranks have planned different exchanges, in which they would wait for each
         other forever (collective)."""
-        axes = [a for a in (self.shards, self.replicas) if a is not None and not a.pretends]
-        if not axes:
-            return  # in a plan, which saves the time of a digest of thousands of matrices
-        plan = (self.ownership.digest, str(self.results))
-        for axis in axes:
+        for axis in (self.shards, self.replicas):
+            if axis is None or axis.pretends:
+                continue
+            plan = (self.ownership.digest, str(self.results))
             for rank, other in enumerate(comm.agree(plan, axis)):
                 if other != plan:
                     raise ValueError(
                         f"ranks {axis.rank} and {rank} of axis '{axis.name}' planned different "
                         f"exchanges for {len(self.matrices)} matrices: give every rank the same "
-                        f"parameters, in the same order, with the same settings"
+                        f"parameters, in the same order, with the same settings, and GPUs alike"
                     )
 
     @property
@@ -309,71 +286,61 @@ class Exchange:
         sent_lengths, kept_lengths = lengths[: round_.num_sent], lengths[round_.num_sent :]
         sent = self._empty(sum(sent_lengths))
         kept = list(self._empty(sum(kept_lengths)).split(kept_lengths))
-        begin(round_.spans[: round_.num_mine], [*sent.split(sent_lengths), *kept])
-        transfer = None
-        if round_.to_owners is not None:
-            transfer = self._send(round_.to_owners, sent)
+        begin(round_.spans, [*sent.split(sent_lengths), *kept])
+        arrive = self._send(round_.to_owners, sent)
         del sent
         yield None
         # 2. Assemble the matrices that this rank owns, in batches of one shape.
-        received = self._receive(transfer)  # this frees the sent memory
+        received = arrive()
+        del arrive  # and with it the sent memory
         batches = self._assemble(round_, kept, received)
-        del kept, transfer, received
+        del kept, received
         yield None
         # 3. Compute the batches.
-        results = self._compute(batches, compute)
+        results = self._results(batches, compute)
         del batches
         yield None
         # 4. Send back the rows that other ranks store, and keep the rows that this rank stores.
-        if round_.back is not None:
-            parts = [results[index][lo:hi] for _, index, lo, hi in round_.back.sends]
-            transfer = self._send(round_.back, self._joined(parts))
-            del parts
+        sends = round_.back.sends if round_.back else []
+        parts = [results[index][lo:hi] for _, index, lo, hi in sends]
+        arrive = self._send(round_.back, self._joined(parts))
         values = [results[index][lo:hi] for index, lo, hi in round_.kept]
         if self.communicates:  # a copy, so that the whole matrices are freed
             values = list(self._joined(values).split(kept_lengths))
-        del results
+        del results, parts
         yield None
         # 5. Wait for the results of this replica, and send them to the other replicas.
-        if round_.back is not None:
-            received = self._receive(transfer)
-            assert received is not None
-            values = [*received.split(sent_lengths), *values]
-            del received
-        transfer = None
+        received = arrive()
+        del arrive
+        values = [*received.split(sent_lengths), *values]
+        del received
+        sent = self._empty(0)
         if round_.to_replicas is not None:
             parts = [values[number] for number in round_.by_matrix]  # the same for every replica
             sent = self._joined(parts * (round_.to_replicas.axis.size - 1))
-            transfer = self._send(round_.to_replicas, sent)
-            del parts, sent
+            del parts
+        arrive = self._send(round_.to_replicas, sent)
+        del sent
         yield None
         # 6. Wait for the results of other replicas.
-        received = self._receive(transfer)
-        if received is not None:
-            values += received.split(round_.lengths[round_.num_mine :])
+        values += arrive().split(round_.lengths[round_.num_mine :])
         yield round_.spans, values
 
-    def _assemble(
-        self, round_: _Round, kept: Sequence[Tensor], received: Tensor | None
-    ) -> list[Batch]:
+    def _assemble(self, round_: _Round, kept: Sequence[Tensor], received: Tensor) -> list[Batch]:
         """The matrices that this rank owns, out of its own parts and of the received ones."""
         whole: dict[int, Tensor] = {}
-        batches = []
-        for shape, keys in round_.batches:
-            batch = self._empty(len(keys), *shape)
-            batches.append((batch, keys))
+        batches = [(self._empty(len(keys), *shape), keys) for shape, keys in round_.batches]
+        for batch, keys in batches:
             for (index, _), slot in zip(keys, batch, strict=True):
                 if not self.matrices[index].sizes:
                     whole[index] = slot.view(-1)
                 elif index not in whole:
                     whole[index] = self._empty(self.matrices[index].numel)
-        targets = [whole[index][lo:hi] for index, lo, hi in round_.kept]
-        sources = list(kept)
-        if round_.to_owners is not None and received is not None:
-            targets += [whole[index][lo:hi] for _, index, lo, hi in round_.to_owners.receives]
-            sources += received.split(round_.to_owners.receive_lengths)
+        arrived = [part[1:] for part in round_.to_owners.receives] if round_.to_owners else []
+        targets = [whole[index][lo:hi] for index, lo, hi in (*round_.kept, *arrived)]
         if targets:
-            torch._foreach_copy_(targets, sources)
+            lengths = [hi - lo for _, lo, hi in arrived]
+            torch._foreach_copy_(targets, [*kept, *received.split(lengths)][: len(targets)])
         for batch, keys in batches:
             for (index, number), slot in zip(keys, batch, strict=True):
                 matrix = self.matrices[index]
@@ -381,7 +348,7 @@ class Exchange:
                     slot.copy_(matrix.take(whole[index].view(matrix.rows, matrix.cols))[number])
         return [Batch(batch, keys) for batch, keys in batches]
 
-    def _compute(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
+    def _results(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
         """The results, flat, by matrix."""
         results: dict[int, Tensor] = {}
         for batch, computed in zip(batches, compute(batches), strict=True):
@@ -399,29 +366,27 @@ class Exchange:
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)
 
-    # ------------------------------------------------------------------ messages
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Results one after another."""
+        if not parts:
+            return torch.empty(0, dtype=self.results, device=self.device)
+        return counted(torch.cat(list(parts)), KIND)
 
-    def _send(self, leg: _Leg, sent: Tensor) -> _Transfer:
-        """Start one all-to-all of exact sizes, without the parts that this rank keeps."""
+    def _send(self, leg: _Leg | None, sent: Tensor) -> Callable[[], Tensor]:
+        """Start one all-to-all of exact sizes. The returned function waits for it, and returns the
+        received parts one after another. It holds the sent memory until then."""
+        if leg is None:
+            return lambda: sent[:0]
         received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
             sizes = leg.receive_sizes, leg.send_sizes
             pending = comm.all_to_all(received, sent, *sizes, leg.axis)
             event = self.lanes.mark("gather")
-        return _Transfer(leg, pending, event, received, sent)
 
-    def _receive(self, transfer: _Transfer | None) -> Tensor | None:
-        """Wait for an all-to-all; returns its parts one after another."""
-        if transfer is None:
-            return None
-        transfer.pending.wait()
-        self.lanes.wait("compute", transfer.event)
-        transfer.sent = None
-        return transfer.received
+        def arrive(held: Tensor = sent) -> Tensor:
+            pending.wait()
+            self.lanes.wait("compute", event)
+            return received
 
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Results one after another."""
-        if not parts:
-            return torch.empty(0, dtype=self.results, device=self.device)
-        return counted(torch.cat(list(parts)), KIND)
+        return arrive

@@ -13,14 +13,15 @@ import math
 import torch
 from torch import Tensor
 
+from shardwise.kernels import newton_schulz
+from shardwise.kernels.polynomials import polynomial_of
 from shardwise.optim.matrix_function import matrix_optimizer
-from shardwise.optim.presets import newton_schulz, polynomial_of
 from shardwise.optim.rules import State
 
 
 def orthogonalise(matrices: Tensor, preset: str = "keller") -> Tensor:
     """Approximately U V' of each matrix [n, rows, cols] = U S V', by Newton-Schulz."""
-    return newton_schulz(matrices, polynomial_of(preset)).to(matrices.dtype)
+    return newton_schulz.orthogonalise(matrices, polynomial_of(preset)).to(matrices.dtype)
 
 
 @matrix_optimizer

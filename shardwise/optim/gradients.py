@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of an optimizer's parameters: where they are stored, whether they are there, and their
-norm.
+"""Gradients of an optimizer's parameters: where they are stored, and their norm.
 
 **Where.** A gradient and its optimizer states are stored like the weight, except where replicas
 divide the matrices between them (division.py). The optimizer decides which replica has which
-elements (replicas.py) and sets ``Version.divisions``. From the next backward on, gradients are
+elements (replicas.py) and sets ``Backing.divisions``. From the next backward on, gradients are
 reduced accordingly: a rank of another replica has an empty piece.
-
-**Whether.** A parameter without a gradient on this rank is not moved by this rank, and counts as
-zeros in the exchange of matrices. That all ranks have the same gradients is the contract: the
-engine packs NaN for a gradient that only some ranks have.
 
 **Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks
 store different elements. The sums have another order for another sharding, which in float64 nearly
@@ -36,7 +31,7 @@ from shardwise.core.division import Division
 from shardwise.core.hooks import refuse_unreduced
 from shardwise.core.tensor import ShardedTensor
 from shardwise.core.tensor_whole import gathered
-from shardwise.optim.storage import buffer_of, local_of, sharding_of
+from shardwise.optim.storage import local_of, sharding_of
 from shardwise.words import quoted
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True if
@@ -53,8 +48,9 @@ class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
 
 def division_of(parameter: Tensor) -> Division | None:
     """The elements that each replica updates; None: every replica updates the whole parameter."""
-    buffer = buffer_of(parameter)
-    return None if buffer is None else buffer.divisions.get(parameter.cut.index)  # type: ignore[attr-defined]
+    if not isinstance(parameter, ShardedTensor) or parameter.buffer is None:
+        return None
+    return parameter.buffer.divisions.get(parameter.cut.index)
 
 
 def divide(parameter: Tensor, division: Division | None) -> None:
@@ -62,12 +58,11 @@ def divide(parameter: Tensor, division: Division | None) -> None:
 
     Collective if a gradient with another division exists, which is brought to all replicas.
     """
-    if not isinstance(parameter, ShardedTensor) or parameter.buffer is None:
+    buffer = parameter.buffer if isinstance(parameter, ShardedTensor) else None
+    if buffer is None or division_of(parameter) == division:
         return
-    buffer, index = parameter.buffer, parameter.cut.index
-    if buffer.divisions.get(index) == division:
-        return
-    others = buffer.divisions.items()
+    assert isinstance(parameter, ShardedTensor)
+    index, others = parameter.cut.index, buffer.divisions.items()
     buffer.divisions = {key: value for key, value in others if key != index}
     if division is not None:
         buffer.divisions[index] = division
@@ -99,13 +94,6 @@ def moved_state(parameter: Tensor, state: Tensor) -> Tensor:
     return state if state_cut(parameter).matches(state.cut) else zero_state(parameter).copy_(state)
 
 
-def gradient_axes(parameter: Tensor) -> tuple[comm.Axis, ...]:
-    """The axes whose ranks store different elements of the gradient."""
-    if isinstance(parameter, ShardedTensor):
-        return state_cut(parameter).axes
-    return sharding_of(parameter).cutting_axes
-
-
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's piece of the gradient, for the elements that this rank updates."""
     grad = parameter.grad
@@ -114,14 +102,21 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return state_cut(parameter).within(grad.cut, grad._local_tensor)
 
 
-# ------------------------------------------------------------------------------ of an optimizer
-
-
 def place_gradients(parameters: Sequence[Tensor]) -> None:
-    """Bring gradients that are not placed like their parameters to their places (collective for
-    these; those of a backward need none)."""
+    """Store gradients where the states of their parameters are stored (collective for those that
+    the user set, or that were reduced to another replica; those of a backward lie there)."""
     for parameter in parameters:
-        _place_gradient(parameter)
+        grad = parameter.grad
+        if isinstance(parameter, ShardedTensor) and isinstance(grad, ShardedTensor):
+            if not state_cut(parameter).is_part_of(grad.cut):
+                parameter.grad = torch.empty_like(parameter).copy_(grad)
+        elif isinstance(parameter, ShardedTensor) and grad is not None:
+            whole = gathered(grad) if isinstance(grad, DTensor) else grad
+            parameter.grad = ShardedTensor(parameter.cut.take(whole).contiguous(), parameter.cut)
+        elif not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+            continue
+        elif grad.placements != parameter.placements:  # tensor parallelism left partial sums
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def widen_gradients(parameters: Sequence[Tensor]) -> None:
@@ -131,25 +126,6 @@ def widen_gradients(parameters: Sequence[Tensor]) -> None:
         grad = parameter.grad
         if grad is not None and grad.dtype != parameter.dtype:
             parameter.grad = grad.to(parameter.dtype)
-
-
-def _place_gradient(parameter: Tensor) -> None:
-    """Store a gradient where its parameter's optimizer states are stored (collective)."""
-    grad = parameter.grad
-    if grad is None:
-        return
-    if isinstance(parameter, ShardedTensor):
-        if not isinstance(grad, ShardedTensor):  # the user set it
-            whole = gathered(grad) if isinstance(grad, DTensor) else grad
-            piece = parameter.cut.take(whole).contiguous()
-            parameter.grad = ShardedTensor(piece, parameter.cut)
-        elif not state_cut(parameter).is_part_of(grad.cut):  # reduced to another replica
-            parameter.grad = torch.empty_like(parameter).copy_(grad)
-        return
-    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
-        return
-    if grad.placements != parameter.placements:  # tensor parallelism left partial sums
-        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 # ------------------------------------------------------------------------------ norm
@@ -188,78 +164,68 @@ class Clip:
         """Scale the gradients in place."""
         widen_gradients(parameters)
         by_kind: dict[Any, list[Tensor]] = {}
-        for parameter in parameters:
-            local = None if parameter.grad is None else local_of(parameter.grad)
-            if local is not None and local.numel():
+        for grad in (parameter.grad for parameter in parameters):
+            if grad is not None and (local := local_of(grad)).numel():
                 by_kind.setdefault((local.device, local.dtype), []).append(local)
         for (device, dtype), members in by_kind.items():
             torch._foreach_mul_(members, self.factor.to(device=device, dtype=dtype))
 
 
 def measure_clip(parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Clip:
-    """The clip that brings the global norm of the gradients to at most ``max_norm``.
-
-    Collective over the axes of all parameters, whether they have gradients or not.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
+    """The clip that brings the global norm of the gradients, as one vector, to at most
+    ``max_norm``. Collective over the axes of all parameters, whether they have gradients or not."""
+    if not max_norm > 0 or not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm(max_norm={max_norm!r}, norm_type={norm_type!r}): both are more than 0"
+        )
     refuse_unreduced(parameters, f"clip_grad_norm({max_norm})")
     place_gradients(parameters)
-    norm, parts = _grad_norm(parameters, norm_type)
+    # (parameter, gradient) by the axes to add over, and by the number of copies that are added.
+    members_of: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    widest = max(parameters, key=_num_ranks, default=None)
+    device = torch.device("cpu")
+    for parameter in parameters:
+        members = members_of.setdefault(_axes_and_copies(parameter, widest), [])
+        device, grad = parameter.device, gradient_of(parameter)
+        if grad is not None:
+            members.append((parameter, grad))
+    largest = norm_type == math.inf
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for (axes, copies), members in members_of.items():
+        value = torch.zeros_like(total)
+        if held := [(parameter, grad) for parameter, grad in members if grad.numel()]:
+            norms = torch._foreach_norm([grad for _, grad in held], norm_type, dtype=torch.float64)
+            stacked = torch.stack([norm.to(device) for norm in norms])
+            value = stacked.amax() if largest else stacked.pow(norm_type).sum() / copies
+            parts += zip((parameter for parameter, _ in held), stacked.unbind(), strict=True)
+        value = reduced(value.view(1), "max" if largest else "sum", axes).view(())
+        total = torch.maximum(total, value) if largest else total + value
+    norm = (total if largest else total.pow(1.0 / norm_type)).float()
     return Clip(norm, max_norm, parts)
 
 
-def _grad_norm(
-    parameters: Sequence[Tensor], norm_type: float
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The norm of all gradients as one vector, float32, the same on every rank; and (parameter,
-    norm) of this rank's pieces."""
-    widest = max(parameters, key=_num_ranks, default=None)
-    # (parameter, gradient) by the axes to add over, and by the number of copies that are added.
-    members_of: dict[tuple[tuple[comm.Axis, ...], int], list[tuple[Tensor, Tensor]]] = {}
-    device = torch.device("cpu")
-    for parameter in parameters:
-        assert widest is not None
-        axes, copies, others = gradient_axes(parameter), 1, _others_of(parameter)
-        if isinstance(others, comm.Axis):
-            axes = (*axes, others)
-        elif others and 0 < _num_ranks(parameter) < _num_ranks(widest):
-            # Add over all ranks, which include the copies of each piece.
-            if division_of(parameter) is None:
-                sharding = sharding_of(parameter)
-                copies = sharding.count(sharding.replicated)
-            axes = sharding_of(widest).axes
-        members = members_of.setdefault((axes, copies), [])
-        device = parameter.device
-        grad = gradient_of(parameter)
-        if grad is not None:
-            members.append((parameter, grad))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    parts: list[tuple[Tensor, Tensor]] = []
-    largest = norm_type == math.inf
-    for (axes, copies), members in members_of.items():
-        norms = _piece_norms(members, norm_type, device)
-        parts += norms
-        value = torch.zeros((), dtype=torch.float64, device=device)
-        if norms:
-            stacked = torch.stack([norm for _, norm in norms])
-            value = stacked.amax() if largest else stacked.pow(norm_type).sum() / copies
-        value = reduced(value.view(1), "max" if largest else "sum", axes).view(())
-        total = torch.maximum(total, value) if largest else total + value
-    return (total if largest else total.pow(1.0 / norm_type)).float(), parts
+def _axes_and_copies(parameter: Tensor, widest: Tensor | None) -> tuple[tuple[comm.Axis, ...], int]:
+    """The axes over which the norm of a gradient is added, and how many copies of it are added.
 
-
-def _others_of(parameter: Tensor) -> comm.Axis | bool:
-    """The axis whose ranks store other experts; without one, whether ranks outside the parameter's
-    mesh store other experts and not copies.
-
-    For torch's DTensors this is true of our experts alone, which ``sw.optimizer`` marks: ranks
-    outside a mesh of tensor parallelism store copies."""
+    Ranks outside the mesh of experts store other experts. For torch's DTensors this is known of our
+    experts alone, which ``sw.optimizer`` marks: ranks outside a mesh of tensor parallelism store
+    copies."""
+    others: Any
     if isinstance(parameter, ShardedTensor):
-        return parameter.cut.ranks.others or True
-    return getattr(parameter, OTHERS_ELSEWHERE, False)
+        axes, others = state_cut(parameter).axes, parameter.cut.ranks.others or True
+    else:
+        axes = sharding_of(parameter).cutting_axes
+        others = getattr(parameter, OTHERS_ELSEWHERE, False)
+    if isinstance(others, comm.Axis):
+        return (*axes, others), 1
+    assert widest is not None
+    if others and 0 < _num_ranks(parameter) < _num_ranks(widest):
+        # Add over all ranks, which include the copies of each piece.
+        sharding = sharding_of(parameter)
+        copies = 1 if division_of(parameter) else sharding.count(sharding.replicated)
+        return sharding_of(widest).axes, copies
+    return axes, 1
 
 
 def _num_ranks(parameter: Tensor) -> int:
@@ -267,15 +233,3 @@ def _num_ranks(parameter: Tensor) -> int:
     if isinstance(parameter, ShardedTensor):
         return parameter.cut.mesh.size()
     return math.prod(sharding_of(parameter).sizes) if isinstance(parameter, DTensor) else 0
-
-
-def _piece_norms(
-    members: list[tuple[Tensor, Tensor]], norm_type: float, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, float64 norm of this rank's piece of its gradient); empty pieces are left out."""
-    members = [(parameter, grad) for parameter, grad in members if grad.numel()]
-    if not members:
-        return []
-    parameters, grads = zip(*members, strict=True)
-    norms = torch._foreach_norm(grads, norm_type, dtype=torch.float64)
-    return [(parameter, norm.to(device)) for parameter, norm in zip(parameters, norms, strict=True)]

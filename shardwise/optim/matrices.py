@@ -14,7 +14,7 @@ from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.routing import Route
 from shardwise.optim.rules import Rule
 from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
-from shardwise.optim.storage import block_shape, pieces_of, sharding_of
+from shardwise.optim.storage import block_shape, sharding_of
 
 # Matrices of parameters that are cut and priced alike, which are made once. A value holds its
 # pieces, whose id is part of the key.
@@ -38,34 +38,33 @@ class MatrixParameter:
         sharding, split = sharding_of(self.parameter), self.route.split
         if split is None or not any(sharding.blocked):
             return split, not any(sharding.blocked)
-        count = sharding.count(sharding.blocked)
-        shape = tuple(self.parameter.shape)
+        count, shape = sharding.count(sharding.blocked), tuple(self.parameter.shape)
         within = split.within(shape, sharding.block_dim, count, sharding.block)
         assert within is not None, "refused at construction"
         return within
 
-    def matrices(
-        self, position: int, *, measured: bool, known: Known, divided: Sequence[Piece] | None
-    ) -> list[Matrix]:
-        """The matrices of the parameter, with pieces and costs. ``position``: that of the parameter
-        in its group. ``divided``: the pieces that each rank updates, where these are not all that
-        it stores."""
-        parameter = self.parameter
-        shape = self.route.shape_of(block_shape(parameter))
-        pinned = False  # whether the layout stores every matrix on one rank on purpose
-        if isinstance(parameter, ShardedTensor) and divided is None:
-            grain = parameter.cut.layout.items[parameter.cut.index].grain
-            # A stack [n, rows, cols] is cut between its matrices.
-            pinned = grain.kind == "tensor" and (grain.count == 1 or len(shape) == 3)
-        pieces = pieces_of(parameter) if divided is None else divided
-        key = (id(pieces), shape, self.split_here[0], pinned, id(self.group))
+    @property
+    def pinned(self) -> bool:
+        """Whether the layout stores every matrix on one rank on purpose."""
+        if not isinstance(self.parameter, ShardedTensor):
+            return False
+        grain = self.parameter.cut.layout.items[self.parameter.cut.index].grain
+        # A stack [n, rows, cols] is cut between its matrices.
+        stacked = len(self.route.shape_of(self.parameter.shape)) == 3
+        return grain.kind == "tensor" and (grain.count == 1 or stacked)
+
+    def matrices(self, position: int, pieces: Sequence[Piece], known: Known) -> list[Matrix]:
+        """The matrices of the parameter, which is at ``position`` of its group. ``pieces``: the
+        elements that each rank updates."""
+        shape, split = self.route.shape_of(block_shape(self.parameter)), self.split_here[0]
+        key = (id(pieces), shape, split, self.pinned, id(self.group))
         if key not in known:
 
             def cost(rows: int, cols: int) -> int:
-                return self.rule.cost(rows, cols, self.group, measured=measured)
+                return self.rule.cost(rows, cols, self.group)
 
-            matrices = matrices_of(shape, self.split_here[0])
-            known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
+            matrices = matrices_of(shape, split)
+            known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=self.pinned)
         return [
             replace(matrix, name=self.name + matrix.name, parameter=position)
             for matrix in known[key][1]

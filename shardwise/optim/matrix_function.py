@@ -28,7 +28,6 @@ matrices a rank owns. On a GPU it gets all matrices of one shape.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -75,11 +74,18 @@ class FunctionSettings(Rule):
         _, rows, cols = batch.shape
         template = self.optimizer.template(rows, cols, step.settings)
         update = self.optimizer.run(batch, state, step.settings, step.age + 1)
-        problem = problem_of(self.function, batch, update, state, template)
-        if problem is None and step.age == 0:
-            problem = _not_finite(self.function, batch, update)
-        if problem is not None:
-            raise ValueError(problem)
+        _check(self.function, batch, update, state)
+        if (left := _template_of(state)) != template:
+            raise ValueError(
+                f"{self.function} changed its state from {template} to {left}: keep the names, "
+                f"shapes and dtypes of the first step"
+            )
+        if step.age == 0 and not bool(torch.isfinite(update).all()):
+            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
+            raise ValueError(
+                f"{self.function}, for {kind} gradients {list(batch.shape)}, returned NaN or "
+                f"infinity in its first step: look at its divisions and roots, or at the loss"
+            )
         return update
 
 
@@ -99,29 +105,24 @@ class MatrixOptimizer:
         taken = "weight_decay" in self.options
         if len(positional) != 2 or variadic or "lr" not in self.options or taken:
             raise TypeError(
-                f"{self.name}{inspect.signature(function)}: a matrix optimizer takes (gradient, "
-                f"state, *, lr, ...), with options by keyword, and without *args, **kwargs and "
-                f"weight_decay, which the library takes"
+                f"{self!r}: a matrix optimizer takes (gradient, state, *, lr, ...), with options "
+                f"by keyword, and without *args, **kwargs and weight_decay, which the library takes"
             )
         self._templates: dict[Any, Template] = {}
 
     def __repr__(self) -> str:
         return f"{self.name}{inspect.signature(self.function)}"
 
-    def __call__(self, *arguments: Any, **options: Any) -> FunctionSettings:
-        """Settings for ``sw.optimizer(matrix=...)``."""
-        if arguments:
-            raise TypeError(
-                f"{self.name}(...) takes options by keyword, as in {self.name}(lr=0.01), and "
-                f"returns settings for sw.optimizer; the plain function is {self.name}.function"
-            )
+    def __call__(self, **options: Any) -> FunctionSettings:
+        """Settings for ``sw.optimizer(matrix=...)``; the plain function is ``.function``."""
         known = (*self.options, "weight_decay")
         unknown = [name for name in options if name not in known]
         filled = {name: options.get(name, default) for name, default in self.options.items()}
         missing = [name for name, value in filled.items() if value is inspect.Parameter.empty]
         if unknown or missing:
-            wrong = f"{', '.join(unknown)} is unknown" if unknown else f"{missing[0]} is missing"
-            raise TypeError(f"{self.name}(...): {wrong}; it takes {', '.join(known)}")
+            raise TypeError(
+                f"{self.name}(...): {unknown=}, {missing=}; it takes {', '.join(known)}"
+            )
         decay = options.get("weight_decay", 0.0)
         return FunctionSettings(self, lr=filled.pop("lr"), weight_decay=decay, options=filled)
 
@@ -142,21 +143,16 @@ class MatrixOptimizer:
         others = {name: settings[name] for name in self.options if name != "lr"}
         key = rows, cols, repr(others)
         if key not in self._templates:
-            self._templates[key] = self._run_once(rows, cols, settings)
+            state: State = {}
+            try:
+                gradient = torch.zeros(1, rows, cols, device="meta")
+                update = self.run(gradient, state, settings)
+            except (NotImplementedError, RuntimeError, ValueError):  # the function reads values
+                state, gradient = {}, torch.zeros(1, rows, cols)
+                update = self.run(gradient, state, settings)
+            _check(self.name, gradient, update, state)
+            self._templates[key] = _template_of(state)
         return self._templates[key]
-
-    def _run_once(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
-        state: State = {}
-        try:
-            gradient = torch.zeros(1, rows, cols, device="meta")
-            update = self.run(gradient, state, settings)
-        except (NotImplementedError, RuntimeError, ValueError):  # the function reads values
-            state, gradient = {}, torch.zeros(1, rows, cols)
-            update = self.run(gradient, state, settings)
-        problem = problem_of(self.name, gradient, update, state)
-        if problem is not None:
-            raise ValueError(problem)
-        return _template_of_state(state)
 
 
 def matrix_optimizer(function: Callable[..., Tensor]) -> MatrixOptimizer:
@@ -164,43 +160,22 @@ def matrix_optimizer(function: Callable[..., Tensor]) -> MatrixOptimizer:
     return MatrixOptimizer(function)
 
 
-def problem_of(
-    name: str, gradient: Tensor, update: Any, state: State, template: Template | None = None
-) -> str | None:
-    """The first fault in the results of a function for a batch, in words, or None."""
-    subject = f"{name}, for gradients {list(gradient.shape)},"
+def _check(name: str, gradient: Tensor, update: Any, state: State) -> None:
+    """Raise the first fault in the results of a function for a batch."""
+    subject = f"{name}, for gradients {list(gradient.shape)} of {gradient.dtype},"
     if not isinstance(update, Tensor):
-        return f"{subject} returned a {type(update).__name__}: return the update, a tensor"
+        raise ValueError(f"{subject} returned a {type(update).__name__}, not the update, a tensor")
     if update.shape != gradient.shape or update.dtype != gradient.dtype:
-        return (
-            f"{subject} returned {list(update.shape)} of {update.dtype}: return an update of the "
-            f"gradient's shape and of {gradient.dtype}"
-        )
+        found = f"{list(update.shape)} of {update.dtype}"
+        raise ValueError(f"{subject} returned {found}: return an update like the gradient")
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim < 1 or len(value) != len(gradient):
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return (
+            raise ValueError(
                 f"{subject} left state[{key!r}] = {shape}: a state is a tensor whose first "
                 f"dimension is {len(gradient)}, with one entry for each matrix"
             )
-    if template is not None and _template_of_state(state) != template:
-        return (
-            f"{subject} changed its state from {template} to {_template_of_state(state)}: keep the "
-            f"names, shapes and dtypes of the first step"
-        )
-    return None
 
 
-def _template_of_state(state: State) -> Template:
+def _template_of(state: State) -> Template:
     return {name: (tuple(value.shape[1:]), value.dtype) for name, value in state.items()}
-
-
-def _not_finite(name: str, gradient: Tensor, update: Tensor) -> str | None:
-    """The problem of an update that is not finite, or None."""
-    if bool(torch.isfinite(update).all()):
-        return None
-    kind = "finite" if math.isfinite(float(gradient.abs().amax())) else "NaN or infinite"
-    return (
-        f"{name}, for {kind} gradients {list(gradient.shape)}, returned NaN or infinity in its "
-        f"first step: look at its divisions and roots, or at the loss"
-    )

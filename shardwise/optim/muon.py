@@ -6,13 +6,14 @@
     after      decoupled weight decay with the plain lr ("cautious": only where the update agrees
                with the weight's sign), then weights -= lr * updates
 
-Each hook runs by torch, or by Triton kernels on GPUs that have them.
+Each hook runs by torch, or by Triton kernels on GPUs that have them. In a plan, tensors are on the
+meta device: kernels are left out, and the memory that they would take is counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,13 +21,11 @@ import torch
 from torch import Tensor
 
 from shardwise.core.memory import counted, held
-from shardwise.kernels import newton_schulz as kernels
-from shardwise.kernels.forms import Polynomial, choose, num_grams
-from shardwise.kernels.packed import Packed
+from shardwise.kernels import newton_schulz
+from shardwise.kernels.polynomials import DEFAULT, Polynomial, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import KIND
-from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of
 from shardwise.optim.rules import Rule, State, Step
 from shardwise.optim.settings import range_problems
 from shardwise.words import choice_problems
@@ -39,8 +38,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "max_side": lambda out, in_: math.sqrt(max(out, in_)),  # Megatron's "spectral"
     "none": lambda out, in_: 1.0,
 }
-# Names that two libraries use for different factors.
-_AMBIGUOUS = ("spectral", "spectral_norm")
+# Settings that decide how a step is computed, not its result. A load leaves them unchanged.
+MACHINE_SETTINGS = ("tensor_parallel",)
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,6 @@ class MuonSettings(Rule):
         tensor_parallel: for weights cut by tensor parallelism: whole matrices, divided among the
             ranks ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
             rounding), or each rank's block alone ("blockwise", another optimizer).
-        replicas: ranks that store the same shards divide the matrices and "spread" the results
-            (one replica stores each gradient and momentum, and about as much is sent as an
-            all-reduce of gradients would send), or every replica "repeat"s all work.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -76,11 +72,10 @@ class MuonSettings(Rule):
     preset: str | Polynomial = DEFAULT
     scale: Literal["original", "match_rms_adamw", "unit_rms_norm", "max_side", "none"] = "original"
     tensor_parallel: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
-    replicas: Literal["spread", "repeat"] = "spread"
 
     def __post_init__(self) -> None:
         problems = range_problems(self)
-        if self.scale in _AMBIGUOUS:
+        if self.scale in ("spectral", "spectral_norm"):
             problems.append(
                 f"scale={self.scale!r} means sqrt(max(1, out/in)) to some libraries and "
                 f"sqrt(max(out, in)) to others (Megatron): say 'original' for the first, "
@@ -101,15 +96,10 @@ class MuonSettings(Rule):
 
     @property
     def exchange(self) -> Any:
-        return type(self), self.tensor_parallel, self.replicas
-
-    def alike(self, settings: Mapping[str, Any]) -> Hashable:
-        return settings["preset"], settings["scale"]
+        return type(self), self.tensor_parallel
 
     def factor(self, rows: int, cols: int, settings: Mapping[str, Any]) -> float:
         return SCALES[settings["scale"]](rows, cols)
-
-    # ------------------------------------------------------------------ the hooks
 
     def before(
         self,
@@ -136,15 +126,21 @@ class MuonSettings(Rule):
         polynomial = polynomial_of(step.settings["preset"])
         nbytes = workspace_bytes(count, rows, cols, polynomial, step.by_kernels)
         if step.narrow:
-            packed = _packed(batch)
+            if not (planned := batch.is_meta):
+                from shardwise.kernels.normalise import normalise
+
+                packed = normalise(batch)
+            updates = batch.half() if planned else packed.values
             del batch  # its memory is free for the workspace
             with held(nbytes, KIND):
-                return _orthogonalised(packed, polynomial)
+                if planned:
+                    return updates
+                return packed.unpadded(newton_schulz.orthogonalise_packed(packed, polynomial))
         with held(nbytes, KIND):
-            if batch.is_meta:  # a plan, which has no values
+            if batch.is_meta:
                 return torch.empty_like(batch)
-            factor = self.factor(rows, cols, step.settings)
-            return newton_schulz(batch, polynomial).mul_(factor)
+            updates = newton_schulz.orthogonalise(batch, polynomial).float()
+            return updates.mul_(self.factor(rows, cols, step.settings))
 
     def compute_blocks(self, batch: Tensor, blocks: Blocks, step: Step) -> Tensor:
         polynomial = polynomial_of(step.settings["preset"])
@@ -179,52 +175,34 @@ class MuonSettings(Rule):
         batch), orthogonalise (the batch, in place), apply (from the batch into the weights)."""
         rows, cols, settings = weights.rows, weights.columns, step.settings
         polynomial, momenta = polynomial_of(settings["preset"]), states["momentum_buffer"]
-        if not (planned := weights[0].is_meta):
-            from shardwise.kernels.momentum import pack
         most = max(1, most_bytes // workspace_bytes(1, rows, cols, polynomial, True))
         num_parts = -(-len(weights) // most)
         size = -(-len(weights) // num_parts)
         for first in range(0, len(weights), size):
             part = slice(first, first + size)
             with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), KIND):
-                if planned:
+                if weights[0].is_meta:
                     continue
+                from shardwise.kernels.momentum import pack
+
                 given = gradients[part], momenta[part]
                 packed = pack(*given, clip=step.clip, **_momentum(settings))
-                updates = kernels.orthogonalise_packed(packed, polynomial)
+                updates = newton_schulz.orthogonalise_packed(packed, polynomial)
                 _apply(weights[part], updates, step, self.factor(rows, cols, settings))
 
 
-# Settings that decide how a step is computed, not its result. A load leaves them unchanged.
-MACHINE_SETTINGS = ("replicas", "tensor_parallel")
 muon = MuonSettings
 
 
-# ------------------------------------------------------------------------------ by Triton kernels
-
-
-def _packed(values: Tensor) -> Packed:
-    """Matrices [count, rows, cols] in fp16, as kernels orthogonalise them."""
-    if values.is_meta:
-        count, rows, columns = values.shape
-        norms = values.new_empty(count)
-        return Packed(values=values.half(), inverse_norms=norms, rows=rows, columns=columns)
-    from shardwise.kernels.normalise import normalise
-
-    return normalise(values)
-
-
-def _orthogonalised(batch: Packed, polynomial: Polynomial) -> Tensor:
-    """The orthogonal factors [count, rows, cols] in fp16; the batch is consumed."""
-    if batch.values.is_meta:
-        return batch.values
-    return batch.unpadded(kernels.orthogonalise_packed(batch, polynomial))
+def _momentum(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of momentum under the names of the kernels' arguments."""
+    return {"beta": settings["momentum"], "nesterov": settings["nesterov"]}
 
 
 def _apply(
     weights: Sequence[Tensor], updates: list[Tensor] | Tensor, step: Step, factor: float
 ) -> None:
-    """Decay and update in one pass; the updates are multiplied by ``factor``."""
+    """Decay and update by a kernel in one pass; the updates are multiplied by ``factor``."""
     if weights[0].is_meta:
         return
     from shardwise.kernels.update import apply
@@ -235,11 +213,6 @@ def _apply(
     apply(weights, updates, step=lr * factor, decay=decay, rule=settings["decay"], clip=step.clip)
 
 
-def _momentum(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of momentum under the names of the kernels' arguments."""
-    return {"beta": settings["momentum"], "nesterov": settings["nesterov"]}
-
-
 def workspace_bytes(
     count: int, rows: int, cols: int, polynomial: Polynomial, by_kernels: bool
 ) -> int:
@@ -248,5 +221,4 @@ def workspace_bytes(
     matrix."""
     if not by_kernels:
         return 4 * (count + 6) * rows * cols
-    grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
-    return 2 * count * (2 * rows * cols + grams)
+    return 2 * count * (2 * rows * cols + polynomial.grams * min(rows, cols) ** 2)

@@ -11,25 +11,22 @@ Plain parameters are updated in place. The matrices of sharded parameters, torch
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.polynomials import PRESETS, Polynomial
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE
 from shardwise.optim.matrix_function import MatrixOptimizer
 from shardwise.optim.muon import SCALES, MuonSettings
-from shardwise.optim.presets import PRESETS
-from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.rules import Rule
-from shardwise.optim.settings import changed, group_of
+from shardwise.optim.settings import changed, group_of, parameter_problems, raise_unless_same
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.words import count_text, quoted
 
@@ -68,11 +65,12 @@ def optimizer(
                 setattr(parameter, OTHERS_ELSEWHERE, module.axis or True)
     routed = routes_of(model)
     trained = [entry for entry in routed if entry.parameter.requires_grad]
+    whole = matrix is not None
+    matrices = [entry for entry in trained if whole and entry.route.kind == "matrix"]
+    rest = [entry for entry in trained if not whole or entry.route.kind == "elementwise"]
     if not trained:
         problems.append("the model has no trainable parameters")
-    matrices = [entry for entry in trained if matrix is not None and entry.route.kind == "matrix"]
-    rest = [entry for entry in trained if matrix is None or entry.route.kind == "elementwise"]
-    if matrix is not None and trained and not matrices:
+    elif whole and not matrices:
         problems.append(
             "matrix=..., but the model has no matrices to orthogonalise (see sw.routing_report); "
             "pass matrix=None, or route some with sw.route"
@@ -86,11 +84,17 @@ def optimizer(
     )
     groups = _groups(matrix, matrices, problems) + _groups(elementwise, rest, problems)
     kinds = [(entry.name, entry.route.kind, entry.route.settings) for entry in trained]
-    facts = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
     parameters = (entry.parameter for entry in routed)
+    facts = [f"{matrix=}", f"{elementwise=}", kinds]
     raise_unless_same("this optimizer cannot work", problems, facts, parameters)
-    if matrix is not None:
-        _warn_of_routes(trained)
+    if fused := [entry.name for entry in matrices if entry.looks_fused]:
+        warn_once(
+            logger,
+            "%s look like fused weights and have no split, so Muon would mix their parts: "
+            "sw.route(model, split=...) splits them; sw.routing_report(model) lists all parameters",
+            quoted(fused),
+            mesh=getattr(matrices[0].parameter, "device_mesh", None),
+        )
     for kind, entries in (("matrices", matrices), ("the rest", rest)):
         elements = count_text(sum(entry.parameter.numel() for entry in entries))
         logger.info("%s: %d parameters of %s elements", kind, len(entries), elements)
@@ -98,49 +102,29 @@ def optimizer(
 
 
 def _groups(settings: Any, members: Sequence[Routed], problems: list[str]) -> list[dict[str, Any]]:
-    """A parameter group for the members of each combination of settings by ``sw.route``."""
-    if not isinstance(settings, Rule | AdamWSettings):
+    """A parameter group for the members of each combination of settings by ``sw.route``.
+    ``lr_scale`` multiplies the learning rate."""
+    if not hasattr(settings, "kind"):  # a problem that is known
         return []
     members_of: dict[str, list[Routed]] = {}
     for member in members:
         members_of.setdefault(repr(sorted(member.route.settings)), []).append(member)
     groups = []
     for same in members_of.values():
+        changes = dict(same[0].route.settings)
+        scale = changes.pop("lr_scale", 1.0)
         try:
-            changed = _changed(settings, dict(same[0].route.settings))
+            if not isinstance(scale, int | float) or not scale >= 0:
+                raise ValueError(f"lr_scale={scale!r} must be a number, 0 or more")
+            if changes or scale != 1.0:
+                changes["lr"] = changes.get("lr", settings.lr) * scale
+            rule = changed(settings, changes)
         except (TypeError, ValueError) as error:
             names = quoted([member.name for member in same])
             problems.append(f"settings of {names} by sw.route: {error}")
         else:
-            groups.append(group_of(changed, [member.parameter for member in same]))
+            groups.append(group_of(rule, [member.parameter for member in same]))
     return groups
-
-
-def _changed(settings: Any, changes: dict[str, Any]) -> Any:
-    """Settings of an optimizer with some changed; ``lr_scale`` multiplies the learning rate."""
-    if not changes:
-        return settings
-    lr = changes.pop("lr", settings.lr)
-    scale = changes.pop("lr_scale", 1.0)
-    if not isinstance(scale, int | float) or not scale >= 0:
-        raise ValueError(f"lr_scale={scale!r} must be a number, 0 or more")
-    return changed(settings, changes | {"lr": lr * scale})
-
-
-def _warn_of_routes(trained: Sequence[Routed]) -> None:
-    """Warn once of parameters that seem to be with the wrong optimizer, unless the user chose."""
-    names: dict[str, list[str]] = {}
-    for entry in trained:
-        for warning in entry.warnings:
-            names.setdefault(warning, []).append(entry.name)
-    if names:
-        warn_once(
-            logger,
-            "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
-            "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
-            "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
-            mesh=getattr(trained[0].parameter, "device_mesh", None),
-        )
 
 
 class Muon(ShardedOptimizer):
@@ -184,43 +168,41 @@ class Muon(ShardedOptimizer):
         defaults = MuonSettings(**_settings_of(given, given) | settings)
         known = {entry.name for entry in fields(MuonSettings)} | given.keys()
         groups: list[dict[str, Any]] = []
-        named: list[tuple[str, Tensor]] = []
+        named: dict[int, tuple[str, Tensor]] = {}
         problems: list[str] = []
         for number, group in enumerate(
             entries if isinstance(entries[0], dict) else [{"params": entries}]
         ):
             own = {key: value for key, value in group.items() if key in known}
-            unknown = [key for key in group if key not in known and key != "params"]
-            if unknown:
+            if unknown := [key for key in group if key not in known and key != "params"]:
                 problems.append(f"group {number} has {unknown}, which Muon does not know")
-            members = _named(group["params"], number, problems)
-            named += members
+            members = []
+            params = group["params"]
+            for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
+                pair = isinstance(entry, tuple) and len(entry) == 2
+                name, parameter = entry if pair else (f"parameter {place} of group {number}", entry)
+                if not isinstance(parameter, Tensor):
+                    problems.append(f"{name} is a {type(parameter).__name__}, not a tensor")
+                elif id(parameter) in named:
+                    problems.append(f"{name} is given twice")
+                else:
+                    named[id(parameter)] = name, parameter
+                    members.append(parameter)
             try:
-                settings_here = changed(defaults, _settings_of(own, given))
+                groups.append(group_of(changed(defaults, _settings_of(own, given)), members))
             except ValueError as error:
                 problems.append(f"group {number}: {error}")
-            else:
-                groups.append(group_of(settings_here, [p for _, p in members]))
-        names = {id(parameter): name for name, parameter in named}
-        counts = Counter(id(parameter) for _, parameter in named)
-        problems += [f"{names[key]} is given twice" for key, count in counts.items() if count > 1]
         recall_routes()
-        matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in named]
-        problems += parameter_problems(named, matrices)
-        stacks = [(name, p.shape[2]) for name, p, r in matrices if p.ndim == 3 and not r.flat]
-        if thin := [name for name, columns in stacks if columns < 8]:
-            warn_once(
-                logger,
-                "sw.Muon takes %s for stacks of matrices with few columns. A convolution is one "
-                "matrix [out, rest] if sw.route(model, matrix=...) names it before",
-                quoted(thin),
-            )
-        counted = [group | {"params": len(group["params"])} for group in groups]
-        facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in named])]
-        raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in named))
+        matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in named.values()]
+        problems += parameter_problems(named.values(), matrices)
+        facts = [group | {"params": len(group["params"])} for group in groups]
+        shapes = [tuple(parameter.shape) for _, parameter, _ in matrices]
+        parameters = (parameter for _, parameter, _ in matrices)
+        raise_unless_same("sw.Muon cannot work", problems, [*facts, shapes], parameters)
         # torch's schedulers look for momentum among the defaults.
         filled = group_of(defaults, [])
-        super().__init__(groups, names, {k: filled[k] for k in filled if k not in _NO_DEFAULTS})
+        filled = {key: value for key, value in filled.items() if key not in ("params", "rule")}
+        super().__init__(groups, {key: name for key, (name, _) in named.items()}, filled)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices; the constructor's settings fill in missing ones."""
@@ -229,16 +211,12 @@ class Muon(ShardedOptimizer):
         super().add_param_group(self.defaults | _settings_of(param_group, self._given))
 
 
-_NO_DEFAULTS = ("params", "rule")
-
-
 def _settings_of(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Options in which torch's names are replaced by those of :class:`MuonSettings`. ``defaults``:
     for the one of ``ns_coefficients`` and ``ns_steps`` that is not given."""
     own = dict(options)
-    iteration: dict[str, Any] = {
-        key: own.pop(key) for key in ("ns_coefficients", "ns_steps") if key in own
-    }
+    torchs = [key for key in ("ns_coefficients", "ns_steps") if key in own]
+    iteration: dict[str, Any] = {key: own.pop(key) for key in torchs}
     if iteration and "preset" not in own:
         both: dict[str, Any] = {**defaults, **iteration}
         steps = (tuple(both["ns_coefficients"]),) * both["ns_steps"]
@@ -256,18 +234,3 @@ def _settings_of(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
         raise ValueError(f"eps={eps!r} must be 0 or more")
     return own
-
-
-def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of every tensor among ``entries``; anything else is a problem."""
-    entries = [entries] if isinstance(entries, Tensor) else list(entries)
-    named = []
-    for position, entry in enumerate(entries):
-        name, parameter = f"parameter {position} of group {group}", entry
-        if isinstance(entry, tuple) and len(entry) == 2:
-            name, parameter = entry
-        if isinstance(parameter, Tensor):
-            named.append((name, parameter))
-        else:
-            problems.append(f"{name} is a {type(parameter).__name__}, not a tensor")
-    return named

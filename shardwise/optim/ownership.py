@@ -110,10 +110,14 @@ def assign_owners(
     return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), rounds, result_width)
 
 
-def most_rounds(owned: Sequence[Matrix]) -> int:
-    """The rounds for which the owner of these matrices has work."""
-    costs = [matrix.cost for matrix in owned]
-    return sum(costs) // max(costs)
+def _num_rounds(matrices: Sequence[Matrix], members_of: dict[tuple[int, int], list[int]]) -> int:
+    """Rounds of ``ROUND_BYTES`` for each owner, but no more than each owner has work for."""
+    most, least = 0, len(matrices)
+    for own in members_of.values():
+        costs = [matrices[index].cost for index in own]
+        least = min(least, sum(costs) // max(costs))
+        most = max(most, WIDTH * sum(matrices[index].numel for index in own))
+    return min(least, -(-most // ROUND_BYTES))
 
 
 def _cut(
@@ -122,14 +126,9 @@ def _cut(
     num_shards: int,
     num_owners: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Rounds of ``ROUND_BYTES``, but no more than each owner has work for. An owner has about the
-    same work in each, and half as much again in the last round, which no other round follows.
-    ``members_of``: the matrices of each owner."""
-    count = 0
-    if members_of:
-        owned = [[matrices[index] for index in own] for own in members_of.values()]
-        count = max(-(-WIDTH * sum(m.numel for m in own) // ROUND_BYTES) for own in owned)
-        count = min(count, max(map(len, owned)), *map(most_rounds, owned))
+    """The rounds. An owner has about the same work in each, and half as much again in the last
+    round, which no other round follows. ``members_of``: the matrices of each owner."""
+    count = _num_rounds(matrices, members_of)
     rounds: list[list[int]] = [[] for _ in range(count)]
     for (replica, rank), indices in members_of.items():
         cost = sum(matrices[index].cost for index in indices)

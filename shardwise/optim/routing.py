@@ -45,18 +45,10 @@ _WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_EMBEDDINGS = ("embedding", "embeddings")  # ends of class names in other libraries
-# Names of matrices that are probably something else.
-_SUSPECT = {
-    "looks like a fused weight and has no split": re.compile(
-        r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
-    ),
-    "looks like the state of a recurrence, which is no matrix": re.compile(
-        r"(?i)(^|[_.])(a_log|log_a|time_decay|time_first|time_mix|decay|state)[^.]*$"
-    ),
-    "looks like a table of positions, which is no matrix": re.compile(
-        r"(?i)rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)"
-    ),
-}
+# Names of matrices that are probably several.
+_FUSED = re.compile(
+    r"(?i)qkv|c_attn|in_proj|query_key_value|kv_([ab]_)?proj|w_pack|gate_up|up_gate|w13|linear_fc1"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +68,17 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """A parameter with its name, its route, and warnings about the route."""
+    """A parameter with its name and its route."""
 
     name: str
     parameter: nn.Parameter
     route: Route
-    warnings: tuple[str, ...] = ()
+
+    @property
+    def looks_fused(self) -> bool:
+        """Whether the name is that of a fused weight, and nobody chose the route or a split."""
+        chosen = self.route.reason.startswith("chosen") or self.route.split is not None
+        return self.route.kind == "matrix" and not chosen and bool(_FUSED.search(self.name))
 
 
 def route(
@@ -112,8 +109,9 @@ def route(
     places = _places(model)
     names = {name: parameter for name, parameter, _ in places}
     problems: list[str] = []
-    chosen: dict[str, dict[str, str]] = {name: {} for name in names}  # kind -> selector
-    for kind, selectors in (("matrix", matrix), ("elementwise", elementwise)):
+    chosen: dict[str, dict[Kind, str]] = {name: {} for name in names}  # kind -> selector
+    wanted: dict[Kind, Any] = {"matrix": matrix, "elementwise": elementwise}
+    for kind, selectors in wanted.items():
         for selector in _listed(selectors):
             text, matches = _parsed(selector, problems)
             matching = [name for name, parameter in names.items() if matches(name, parameter)]
@@ -123,34 +121,23 @@ def route(
                 problems.append(f"{kind}={text} matches no parameter")
             for name in matching:
                 chosen[name].setdefault(kind, text)
-    splits: dict[str, tuple[str, Split]] = {}
-    for name, pattern, blocks in _by_pattern("split", split or {}, names, problems):
-        first_pattern, first = splits.setdefault(name, (pattern, blocks))
-        if first != blocks:
-            problems.append(f"'{name}' has two splits: {first_pattern!r} and {pattern!r}")
+    splits = dict(_by_pattern("split", split or {}, names, problems))
     settings_of: dict[str, dict[str, Any]] = {}
-    for name, _, values in _by_pattern("settings", settings or {}, names, problems):
+    for name, values in _by_pattern("settings", settings or {}, names, problems):
         settings_of.setdefault(name, {}).update(values)
     routes: dict[str, Route] = {}
     facts = _model_facts(places)
     for name, parameter, modules in places:
-        by_user = chosen[name]
-        if len(by_user) == 2:
-            problems.append(
-                f"'{name}' is given to two optimizers: matrix={by_user['matrix']} and "
-                f"elementwise={by_user['elementwise']}; narrow one of them"
-            )
-            continue
-        if by_user:
-            kind, selector = next(iter(by_user.items()))
-            reason = f"chosen by {selector}"
-        else:
-            kind, reason = _default(name, parameter, modules, facts)
+        kind, reason = _default(name, parameter, modules, facts)
+        for by_user, selector in chosen[name].items():
+            kind, reason = by_user, f"chosen by {selector}"
+        if len(chosen[name]) == 2:
+            problems.append(f"'{name}' is given to two optimizers: {chosen[name]}; narrow one")
         convolution = parameter.ndim > 3 or any(isinstance(m, _CONVOLUTIONS) for m in modules)
         routes[name] = Route(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             reason=reason,
-            split=splits[name][1] if name in splits else _declared(parameter, kind),
+            split=splits.get(name) or _declared(parameter, kind),
             flat=kind == "matrix" and convolution and parameter.ndim > 2,
             settings=tuple(settings_of.get(name, {}).items()),
         )
@@ -178,7 +165,7 @@ def routes_of(model: nn.Module) -> list[Routed]:
         if chosen is None:
             kind, reason = _default(name, parameter, modules, facts)
             chosen = Route(kind=kind, reason=reason, split=_declared(parameter, kind))
-        routed.append(Routed(name, parameter, chosen, _suspicions(name, chosen)))
+        routed.append(Routed(name, parameter, chosen))
     return routed
 
 
@@ -295,14 +282,6 @@ def _declared(parameter: Tensor, kind: str) -> Split | None:
     return Split(sizes=blocks) if blocks and kind == "matrix" else None
 
 
-def _suspicions(name: str, chosen: Route) -> tuple[str, ...]:
-    """Warnings about a route."""
-    if chosen.kind != "matrix" or chosen.reason.startswith("chosen"):
-        return ()
-    found = [text for text, pattern in _SUSPECT.items() if pattern.search(name)]
-    return tuple(text for text in found if chosen.split is None or "fused" not in text)
-
-
 # ------------------------------------------------------------------------------ names and selectors
 
 
@@ -348,15 +327,14 @@ def _parsed(selector: Any, problems: list[str]) -> tuple[str, Callable[[str, Ten
 
 def _by_pattern(
     argument: str, patterns: Mapping[str, Any], names: Iterable[str], problems: list[str]
-) -> Iterator[tuple[str, str, Any]]:
-    """(name, pattern, value) of every parameter that matches a pattern, pattern by pattern."""
+) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every parameter that matches a pattern, pattern by pattern."""
+    kind = Split if argument == "split" else Mapping
     for pattern, value in patterns.items():
-        kind = Split if argument == "split" else Mapping
-        if not isinstance(value, kind) or not value:
-            expected = "Split" if argument == "split" else "dict like {'lr': 0.01}"
-            problems.append(f"{argument} {pattern!r}: {value!r} is no {expected}")
-            continue
         matching = fnmatch.filter(names, pattern)
-        if not matching:
+        if not isinstance(value, kind) or not value:
+            problems.append(f"{argument} {pattern!r}: {value!r} is no {kind.__name__}")
+        elif not matching:
             problems.append(f"{argument} {pattern!r} matches no parameter")
-        yield from ((name, pattern, value) for name in matching)
+        else:
+            yield from ((name, value) for name in matching)

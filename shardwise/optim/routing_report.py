@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import prod
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.muon import SCALES, MuonSettings, muon
@@ -30,13 +29,22 @@ class Row:
     """One parameter."""
 
     name: str
-    shape: tuple[int, ...]
+    numel: int
     optimizer: str
     matrices: tuple[tuple[int, int], ...]  # shapes as orthogonalised
     scales: tuple[float, ...]
     grain: str
     why: str
-    warnings: tuple[str, ...]
+    looks_fused: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        shapes = ", ".join(
+            f"{rows}x{cols}" if count == 1 else f"{count} of {rows}x{cols}"
+            for (rows, cols), count in Counter(self.matrices).items()
+        )
+        scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(self.scales))
+        return self.name, self.optimizer, shapes or "-", scales or "-", self.grain, self.why
 
 
 @dataclass(frozen=True)
@@ -47,62 +55,42 @@ class RoutingReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(f"{row.name} {warning}" for row in self.rows for warning in row.warnings)
+        text = "looks like a fused weight and has no split"
+        return tuple(f"{row.name} {text}" for row in self.rows if row.looks_fused)
 
     def __str__(self) -> str:
         titles = ("parameter", "optimizer", "as orthogonalised", "scale", "grain", "why")
-        lines = aligned([titles, *(_cells(row) for row in self.rows)])
+        lines = aligned([titles, *(row.cells for row in self.rows)])
         for name, number in Counter(row.optimizer for row in self.rows).items():
-            elements = sum(prod(row.shape) for row in self.rows if row.optimizer == name)
+            elements = sum(row.numel for row in self.rows if row.optimizer == name)
             lines.append(f"{name}: {number} parameters of {count_text(elements)} elements")
         matrices = sum(len(row.matrices) for row in self.rows)
-        lines.append(f"{matrices} matrices are orthogonalised in each step")
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
+        lines.append(f"{matrices} matrices are orthogonalised")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> RoutingReport:
-    """The route of every parameter, with the settings that decide scales.
-
-    The report says what ``sw.optimizer(model, matrix=matrix, ...)`` will do, without
-    communication.
-    """
+    """What ``sw.optimizer(model, matrix=matrix, ...)`` would do with every parameter."""
     settings = matrix or muon()
     rows = []
     for entry in routes_of(model):
         parameter, route = entry.parameter, entry.route
-        shape = tuple(parameter.shape)
-        shapes: tuple[tuple[int, int], ...] = ()
-        optimizer = "adamw" if parameter.requires_grad else "frozen"
-        if route.kind == "matrix" and parameter.requires_grad:
-            optimizer = "muon"
-            matrices = matrices_of(route.shape_of(shape), route.split)
-            shapes = tuple(matrix_shape for matrix in matrices for matrix_shape in matrix.shapes)
+        trained, shapes, grain = parameter.requires_grad, [], "-"
+        if trained and route.kind == "matrix":
+            matrices = matrices_of(route.shape_of(parameter.shape), route.split)
+            shapes = [shape for matrix in matrices for shape in matrix.shapes]
+        if isinstance(parameter, ShardedTensor):
+            grain = str(parameter.cut.layout.items[parameter.cut.index].grain)
         rows.append(
             Row(
                 name=entry.name,
-                shape=shape,
-                optimizer=optimizer,
-                matrices=shapes,
-                scales=tuple(SCALES[settings.scale](*matrix_shape) for matrix_shape in shapes),
-                grain=_grain(parameter),
+                numel=parameter.numel(),
+                optimizer="muon" if shapes else "adamw" if trained else "frozen",
+                matrices=tuple(shapes),
+                scales=tuple(SCALES[settings.scale](*shape) for shape in shapes),
+                grain=grain,
                 why=route.reason,
-                warnings=entry.warnings if parameter.requires_grad else (),
+                looks_fused=trained and entry.looks_fused,
             )
         )
     return RoutingReport(tuple(rows))
-
-
-def _grain(parameter: Tensor) -> str:
-    if isinstance(parameter, ShardedTensor):
-        return str(parameter.cut.layout.items[parameter.cut.index].grain)
-    return "-"
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    shapes = ", ".join(
-        f"{rows}x{cols}" if count == 1 else f"{count} of {rows}x{cols}"
-        for (rows, cols), count in Counter(row.matrices).items()
-    )
-    scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.scales))
-    return row.name, row.optimizer, shapes or "-", scales or "-", row.grain, row.why

@@ -16,16 +16,16 @@ settings under the same names, and a step reads them there, because schedulers c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.kernels.polynomials import DEFAULT, cost, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
-from shardwise.optim.presets import DEFAULT, polynomial_of, price
 
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by state: its shape and dtype
@@ -75,14 +75,9 @@ class Rule:
         """The states of one matrix [rows, cols] that lie with its owner."""
         return {}
 
-    def cost(self, rows: int, cols: int, settings: Mapping[str, Any], *, measured: bool) -> int:
+    def cost(self, rows: int, cols: int, settings: Mapping[str, Any]) -> int:
         """The load of a matrix when owners are balanced."""
-        polynomial = polynomial_of(settings.get("preset", DEFAULT))
-        return price(rows, cols, polynomial, measured=measured)
-
-    def alike(self, settings: Mapping[str, Any]) -> Hashable:
-        """Matrices of parameter groups with equal values are computed in one batch."""
-        return ()
+        return cost(rows, cols, polynomial_of(settings.get("preset", DEFAULT)))
 
     def factor(self, rows: int, cols: int, settings: Mapping[str, Any]) -> float:
         """The factor on the update of a whole matrix [rows, cols]."""

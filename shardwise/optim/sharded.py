@@ -12,7 +12,6 @@ closures and state dicts work as for any torch optimizer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +20,11 @@ from torch import Tensor
 
 from shardwise.core.compat import plain_attributes
 from shardwise.core.uncompiled import uncompiled
-from shardwise.notices import warn_once
 from shardwise.optim import elementwise
 from shardwise.optim.elementwise import AdamWSettings
 from shardwise.optim.gradients import (
     Clip,
     divide,
-    division_of,
     measure_clip,
     moved_state,
     place_gradients,
@@ -36,13 +33,9 @@ from shardwise.optim.gradients import (
 from shardwise.optim.matrices import MatrixParameter
 from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings
-from shardwise.optim.problems import parameter_problems, raise_unless_same, summary
 from shardwise.optim.routing import as_matrix, recall_routes
-from shardwise.optim.settings import changed, group_of
-from shardwise.optim.storage import local_of, mark_written
-from shardwise.words import quoted
-
-logger = logging.getLogger(__name__)
+from shardwise.optim.settings import changed, group_of, parameter_problems, raise_unless_same
+from shardwise.optim.storage import mark_written
 
 KINDS = ("matrix", "function", "elementwise")
 # What a parameter group holds beside the settings of its rule.
@@ -65,7 +58,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where parameters are sharded."""
         self._names = names
         self._rules: dict[int, Any] = {}  # by id of a group: its settings when it was made
-        self.half_step: str | None = None  # the error, after a step that raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # for the next step
         # (name, norm of this rank's piece of the gradient, on the device) of the last clip.
@@ -107,13 +99,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"kind={kind!r}: this optimizer has no such group to take the function from"
             )
-        filled = {key: value for key, value in first.items() if key not in ("params", "initial_lr")}
-        own = {key: value for key, value in (filled | group).items() if key not in _OTHER_KEYS}
-        unknown = [key for key in own if key not in group_of(rule, ()) and key not in first]
-        if unknown:
+        filled = {key: first[key] for key in first if key not in ("params", "initial_lr")} | group
+        own = {key: value for key, value in filled.items() if key not in _OTHER_KEYS}
+        known = {key: own[key] for key in own if key in group_of(rule, ())}
+        if unknown := [key for key in own if key not in known and key not in first]:
             problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
         try:
-            known = {key: own[key] for key in own if key in group_of(rule, ())}
             rule = changed(rule, dict(known))
         except ValueError as error:
             problems.append(str(error))
@@ -121,18 +112,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         recall_routes()
         named = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
-        matrices = []
-        if kind != "elementwise":
-            matrices = [(name, p, as_matrix(p, "added")) for name, p in named]
+        matrices = [(n, p, as_matrix(p, "added")) for n, p in named if kind != "elementwise"]
         problems += parameter_problems(named, matrices)
-        facts = [f"{known}", summary([(kind, tuple(p.shape)) for _, p in named])]
+        facts = [known, [(kind, tuple(p.shape)) for _, p in named]]
         raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in named))
-        filled = group_of(rule, params) | filled | group
+        filled = group_of(rule, params) | filled
         return filled.pop("rule"), filled | {"params": params}
 
     def _plan(self) -> None:
         """Assign owners, and store states accordingly (collective where parameters are sharded)."""
-        self._warn_of_narrow_weights()
         self._matrix_groups = matrix_groups(
             [
                 MatrixParameter(
@@ -147,7 +135,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
         )
         self._make_states()
-        self._divisions = [(parameter, division_of(parameter)) for parameter in self._parameters()]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -164,32 +151,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 before = self.state[member.parameter]
                 self.state[member.parameter] = matrices.state_of(position, before)
 
-    def _warn_of_narrow_weights(self) -> None:
-        parameters = self._parameters()
-        names = [self._name(p) for p in parameters if p.itemsize < 4 and not p.is_meta]
-        if names:
-            warn_once(
-                logger,
-                "%d parameters that an optimizer trains are stored in 16 bits (%s), which round "
-                "away steps of less than 1/256 of a weight. sw.fully_shard and sw.data_parallel "
-                "keep fp32 main weights of what is trainable when they wrap it; without them train "
-                "model.float() under torch.autocast",
-                len(names),
-                quoted(names),
-                mesh=getattr(parameters[0], "device_mesh", None),
-            )
-
-    def _refuse_other_divisions(self) -> None:
-        """Raise where gradients are no longer reduced to the ranks that this optimizer needs."""
-        lost = [self._name(p) for p, before in self._divisions if division_of(p) != before]
-        if lost:
-            raise RuntimeError(
-                f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
-                f"reduced to the ranks that the other needs: step the other, or build this one "
-                f"again. (Or a module was moved alone after backward: call .to() on the whole "
-                f"model.)"
-            )
-
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
 
@@ -205,9 +166,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        if self.half_step is not None:
-            raise RuntimeError(self.half_step)
-        self._refuse_other_divisions()
         parameters = self._parameters()
         if len(self.state) < len(parameters) or not all(self.state.values()):
             self._make_states()
@@ -218,23 +176,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 widen_gradients(parameters)
         if not changes:
             return loss
-        try:
-            with plain_attributes(), torch._C._DisableAutocast():
-                stepped: list[Tensor] = []
-                for group in self.param_groups:
-                    if group["kind"] == "elementwise":
-                        stepped += elementwise.step(group, self.state, clip)
-                for matrices in self._matrix_groups or ():
-                    stepped += matrices.step(self.state, clip)
-            mark_written(stepped)
-        except BaseException as error:
-            self.half_step = (
-                f"a step of the optimizer raised half way ({type(error).__name__}: {error}), so "
-                f"some weights and states are updated and others are not. Load both: sw.load, or "
-                f"load_state_dict of the model and of the optimizer"
-            )
-            mark_written(parameters)  # any weight may have been written
-            raise
+        with plain_attributes(), torch._C._DisableAutocast():
+            stepped: list[Tensor] = []
+            for group in self.param_groups:
+                if group["kind"] == "elementwise":
+                    stepped += elementwise.step(group, self.state, clip)
+            for matrices in self._matrix_groups or ():
+                stepped += matrices.step(self.state, clip)
+        mark_written(stepped)
         return loss
 
     @uncompiled
@@ -304,8 +253,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like torch's. Saved states go to the parameters of the same names, also if these are
-        in another order. Momentum that was saved as a sum is converted."""
-        groups = self.param_groups
+        in another order."""
+        groups, states = self.param_groups, state_dict["state"]
         kinds = [group.get("function", group["kind"]) for group in groups]
         others = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
         if kinds != others:
@@ -319,43 +268,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loaded_groups, self.param_groups = self.param_groups, groups
         for group, loaded, saved in zip(groups, loaded_groups, saved_groups, strict=True):
             kept = {key: group[key] for key in MACHINE_SETTINGS if key in group}
-            is_sum = loaded.pop("momentum_form", "ema") == "sum"
             group.clear()
             group.update(loaded | kept)
-            for parameter, index in zip(group["params"], saved["params"], strict=True):
-                if group["kind"] == "function":  # torch has cast states to the parameter's dtype
-                    self.state[parameter] = dict(state_dict["state"].get(index, {}))
-                elif is_sum:
-                    local_of(self.state[parameter]["momentum_buffer"]).mul_(1 - group["momentum"])
+            if group["kind"] == "function":  # torch has cast states to the parameter's dtype
+                for parameter, index in zip(group["params"], saved["params"], strict=True):
+                    self.state[parameter] = dict(states.get(index, {}))
         self._make_states()
-        self.half_step = None
 
     def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """The groups of a state dict, with parameters in the order of this optimizer if the names
         are the same; raises where a state has another shape than its parameter."""
-        saved_groups, problems, states = [], [], state_dict["state"]
+        saved_groups, problems = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             names, indices = [self._name(p) for p in group["params"]], saved["params"]
             index_of = dict(zip(saved.get("param_names", ()), indices, strict=False))
             if index_of.keys() == set(names) and len(index_of) == len(names):
                 indices = [index_of[name] for name in names]
-            settings = {key: value for key, value in group.items() if key not in _OTHER_KEYS}
-            missing = [key for key in settings if key not in (*saved, *MACHINE_SETTINGS)]
-            if missing:
-                text = "the state dict lacks %s, which stay as this optimizer has them"
-                warn_once(logger, text, quoted(missing))
-            members = list(zip(names, group["params"], indices, strict=False))
-            stateless = [name for name, p, at in members if p.requires_grad and at not in states]
-            if stateless and states:  # without any states, it was saved before a step
-                text = "the state dict has no states of %s, which begin again with zeros"
-                warn_once(logger, text, quoted(stateless))
+            own = {key: value for key, value in group.items() if key not in _OTHER_KEYS}
             saved = {key: value for key, value in saved.items() if key != "param_names"}
-            saved_groups.append(settings | saved | {"params": indices})
+            saved_groups.append(own | saved | {"params": indices})
             if group["kind"] != "function":
                 problems += [
                     f"'{name}' of shape {list(p.shape)} would get {key} of {list(value.shape)}"
-                    for name, p, index in members
-                    for key, value in states.get(index, {}).items()
+                    for name, p, index in zip(names, group["params"], indices, strict=False)
+                    for key, value in state_dict["state"].get(index, {}).items()
                     if isinstance(value, Tensor) and value.ndim and value.shape != p.shape
                 ]
         if problems:

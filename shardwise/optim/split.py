@@ -43,17 +43,12 @@ class Split:
     groups: int = 0  # how often ``sizes`` repeat; 0: to the end of the dimension
 
     def __post_init__(self) -> None:
-        problems = []
-        if bool(self.sizes) == bool(self.parts):
-            problems.append("give either sizes or parts")
-        if any(not isinstance(size, int) or size < 1 for size in self.sizes):
-            problems.append(f"sizes {self.sizes} must be whole numbers of rows, 1 or more")
-        if self.parts < 0 or self.groups < 0:
-            problems.append("parts and groups are 1 or more")
-        if self.dim not in (0, 1):
-            problems.append(f"dim={self.dim}: a matrix is split along rows (0) or columns (1)")
-        if problems:
-            raise ValueError(f"{self} cannot work: " + "; ".join(problems))
+        counts = all(isinstance(size, int) and size > 0 for size in self.sizes)
+        if bool(self.sizes) == (self.parts > 0) or not counts or self.dim not in (0, 1):
+            raise ValueError(
+                f"a split needs either sizes of 1 or more rows, or parts, along dim 0 (rows) or 1 "
+                f"(columns): sizes={self.sizes}, parts={self.parts}, dim={self.dim}"
+            )
 
     @staticmethod
     def stacked(*sizes: int, dim: int = 0) -> Split:
@@ -63,8 +58,6 @@ class Split:
     @staticmethod
     def interleaved(parts: int, *, dim: int = 0) -> Split:
         """Row ``i`` belongs to block ``i % parts``: gate and up, row by row."""
-        if parts < 1:
-            raise ValueError(f"Split.interleaved({parts}): needs 1 part or more")
         return Split(sizes=(1,) * parts, dim=dim)
 
     @staticmethod
@@ -80,18 +73,10 @@ class Split:
 
     def problem(self, shape: Shape) -> str | None:
         """Why a parameter of this shape cannot be split in this way, or None."""
-        length = shape[-2 + self.dim]
-        lines = "rows" if self.dim == 0 else "columns"
-        if self.parts:
-            if length % self.parts:
-                return f"{length} {lines} do not divide into {self.parts} equal blocks"
-            return None
-        total = sum(self.sizes) * (self.groups or 1)
-        if self.groups and total != length:
-            times = f"{self.groups} x " if self.groups > 1 else ""
-            return f"{times}blocks of {self.sizes} make {total} {lines}, the matrix has {length}"
-        if length % total:
-            return f"{length} {lines} do not divide into blocks of {self.sizes}"
+        length, lines = shape[-2 + self.dim], ("rows", "columns")[self.dim]
+        total = self.parts or sum(self.sizes) * (self.groups or 1)
+        if length % total or (self.groups and total != length):
+            return f"{length} {lines} do not divide into {self}"
         return None
 
     def resolved(self, shape: Shape) -> tuple[int, tuple[int, ...]]:

@@ -49,17 +49,17 @@ class WholeStates:
         exchange: Exchange,
         blocks: Blocks | None,
     ) -> None:
-        self.rule, self.sharding, self.members, self.blocks = rule, sharding, members, blocks
-        self.exchange = exchange
-        self._refuse_other_matrices()
-        self.mesh = self._data_mesh()
-        # By parameter: the keys of its matrices, in order.
-        self.keys_of: list[list[Key]] = [[] for _ in members]
-        for index, matrix in enumerate(exchange.matrices):
-            self.keys_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
+        self.rule, self.members, self.exchange, self.blocks = rule, members, exchange, blocks
+        for member in members:
+            if blocks is None and not cut_into_pieces(member.parameter):
+                raise ValueError(
+                    f"tensor parallelism cuts '{member.name}' between its matrices, so each rank "
+                    f"would have other states of {member.group['function']}: use sw.muon for it, "
+                    f"or leave it whole over the tensor-parallel axis"
+                )
+        device = local_of(members[0].parameter).device
         self.stacks: dict[Key, State] = {}  # by the first matrix of a batch
         mine: dict[Key, State] = {}
-        device = local_of(members[0].parameter).device
         for round_ in exchange.rounds:
             for _, keys in round_.batches:
                 self.stacks[keys[0]] = stack = {
@@ -68,17 +68,33 @@ class WholeStates:
                 }
                 for number, key in enumerate(keys):
                     mine[key] = {name: values[number] for name, values in stack.items()}
-        places = self._owner_places()
-        self._published = [
-            {
-                self._name(position, name, key): self._publish(
-                    f"{member.name}.{name}", member.parameter, key, *entry, mine, name, places
-                )
-                for key in self.keys_of[position]
-                for name, entry in self.template(key).items()
-            }
-            for position, member in enumerate(members)
-        ]
+        mesh = _data_mesh(sharding, members[0].parameter)
+        places = _places(sharding, mesh) if mesh is not None else {}
+        self._published: list[dict[str, Tensor]] = [{} for _ in members]  # by parameter, by name
+        for position, keys in enumerate(self._keys_of()):
+            member, published = members[position], self._published[position]
+            single = len(keys) == 1 and len(member.route.shape_of(member.parameter.shape)) == 2
+            for number, key in enumerate(keys):
+                for name, (shape, dtype) in self.template(key).items():
+                    state = (
+                        mine[key][name]
+                        if key in mine
+                        else torch.zeros(0, dtype=dtype, device=device)
+                    )
+                    full_name = name if single else f"{name}.{number}"
+                    if mesh is not None:
+                        place = places[exchange.ownership.owners[key[0]]]
+                        item = Item(f"{member.name}.{full_name}", shape, ELEMENT)
+                        cut = _cut(item, member.parameter, mesh, sharding.mesh or mesh, place)
+                        state = ShardedTensor(state.view(cut.local_shape), cut)
+                    published[full_name] = state
+
+    def _keys_of(self) -> list[list[Key]]:
+        """By parameter: the keys of its matrices, in order."""
+        keys_of: list[list[Key]] = [[] for _ in self.members]
+        for index, matrix in enumerate(self.exchange.matrices):
+            keys_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
+        return keys_of
 
     def template(self, key: Key) -> Template:
         """The states of a matrix."""
@@ -103,77 +119,44 @@ class WholeStates:
     def owned_bytes(self) -> Counter[tuple[int, int]]:
         """By owner (replica, rank): the bytes of states that lie there."""
         nbytes: Counter[tuple[int, int]] = Counter()
-        for keys in self.keys_of:
-            for key in keys:
-                owner = self.exchange.ownership.owners[key[0]]
-                for shape, dtype in self.template(key).values():
-                    nbytes[owner] += math.prod(shape) * dtype.itemsize
+        for key in (key for keys in self._keys_of() for key in keys):
+            entries = self.template(key).values()
+            owner = self.exchange.ownership.owners[key[0]]
+            nbytes[owner] += sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries)
         return nbytes
 
-    def _name(self, position: int, name: str, key: Key) -> str:
-        """The name of a state in the optimizer's state: numbered for a stack, and where a parameter
-        has several matrices."""
-        keys, member = self.keys_of[position], self.members[position]
-        single = len(keys) == 1 and len(member.route.shape_of(tuple(member.parameter.shape))) == 2
-        return name if single else f"{name}.{keys.index(key)}"
 
-    def _publish(
-        self,
-        full_name: str,
-        parameter: Tensor,
-        key: Key,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        mine: dict[Key, State],
-        name: str,
-        places: dict[tuple[int, int], int],
-    ) -> Tensor:
-        """One state as a tensor of the optimizer's state."""
-        if self.mesh is None:
-            return mine[key][name]
-        item = Item(full_name, shape, ELEMENT)
-        others, full_mesh = None, self.sharding.mesh or self.mesh
-        if isinstance(parameter, ShardedTensor):
-            others, full_mesh = parameter.cut.ranks.others, parameter.cut.full_mesh
-        layout, ranks = Layout((item,), 1, item.numel, (0,)), Ranks(self.mesh, others)
-        tile = replicated_tile(shape, self.mesh, full_mesh)
-        whole = Cut(layout, 0, ranks, (False,) * self.mesh.ndim, tile=tile)
-        ranges = [(0, 0)] * self.mesh.size()
-        ranges[places[self.exchange.ownership.owners[key[0]]]] = (0, item.numel)
-        cut = whole.divided(ByMatrix(tuple(ranges)))
-        if key in mine:
-            return ShardedTensor(mine[key][name].view(cut.local_shape), cut)
-        device = local_of(parameter).device
-        return ShardedTensor(torch.zeros(cut.local_shape, dtype=dtype, device=device), cut)
+def _data_mesh(sharding: Sharding, parameter: Tensor) -> DeviceMesh | None:
+    """The axes over which matrices have owners: all but those of tensor parallelism."""
+    mesh = sharding.mesh
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.mesh
+    if mesh is None or not any(sharding.blocked):
+        return mesh
+    names = zip(mesh.mesh_dim_names or (), sharding.blocked, strict=True)
+    return mesh[tuple(name for name, blocks in names if not blocks)]
 
-    def _refuse_other_matrices(self) -> None:
-        """Raise where ranks of tensor parallelism have different matrices of a parameter: a state
-        must have the same name and meaning on all ranks."""
-        for member in self.members:
-            if self.blocks is None and not cut_into_pieces(member.parameter):
-                raise ValueError(
-                    f"tensor parallelism cuts '{member.name}' between its matrices, so each rank "
-                    f"would have other states of {member.group['function']}: use sw.muon for it, "
-                    f"or leave it whole over the tensor-parallel axis"
-                )
 
-    def _data_mesh(self) -> DeviceMesh | None:
-        """The axes over which matrices have owners: all but those of tensor parallelism."""
-        mesh, parameter = self.sharding.mesh, self.members[0].parameter
-        if isinstance(parameter, ShardedTensor):
-            return parameter.cut.mesh
-        if mesh is None or not any(self.sharding.blocked):
-            return mesh
-        names = zip(mesh.mesh_dim_names or (), self.sharding.blocked, strict=True)
-        return mesh[tuple(name for name, blocks in names if not blocks)]
+def _places(sharding: Sharding, mesh: DeviceMesh) -> dict[tuple[int, int], int]:
+    """By owner (replica, rank on the shard axis): its place in the order of ``ByMatrix``."""
+    sizes, cuts = Ranks(mesh).sizes, zip(sharding.sharded, sharding.blocked, strict=True)
+    sharded = [shards for shards, blocks in cuts if not blocks][: len(sizes)]
+    return dict(zip(ranks_by(sizes, sharded), joint_places(list(sizes)), strict=True))
 
-    def _owner_places(self) -> dict[tuple[int, int], int]:
-        """By owner (replica, rank on the shard axis): its place in the order of ``ByMatrix``."""
-        sizes = Ranks(self.mesh).sizes if self.mesh is not None else ()
-        cuts = zip(self.sharding.sharded, self.sharding.blocked, strict=True)
-        sharded = [shards for shards, blocks in cuts if not blocks][: len(sizes)]
-        ranks = ranks_by(sizes, sharded)
-        return dict(zip(ranks, joint_places(list(sizes)), strict=True))
+
+def _cut(item: Item, parameter: Tensor, mesh: DeviceMesh, full_mesh: DeviceMesh, place: int) -> Cut:
+    """The cut of a state that is whole on the owner at ``place``, and empty elsewhere."""
+    others = None
+    if isinstance(parameter, ShardedTensor):
+        others, full_mesh = parameter.cut.ranks.others, parameter.cut.full_mesh
+    layout, tile = (
+        Layout((item,), 1, item.numel, (0,)),
+        replicated_tile(item.shape, mesh, full_mesh),
+    )
+    whole = Cut(layout, 0, Ranks(mesh, others), (False,) * mesh.ndim, tile=tile)
+    ranges = [(0, 0)] * mesh.size()
+    ranges[place] = (0, item.numel)
+    return whole.divided(ByMatrix(tuple(ranges)))
 
 
 def selected(stack: State, numbers: Sequence[int]) -> State:

@@ -102,27 +102,23 @@ _PLAIN = Sharding()
 def sharding_of(parameter: Tensor) -> Sharding:
     """How the mesh of a parameter cuts it."""
     if isinstance(parameter, ShardedTensor):
-        cut, num_axes = parameter.cut, len(parameter.cut.sharded)
+        cut = parameter.cut
+        mesh, sharded, num_axes = cut.full_mesh, cut.sharded, len(cut.sharded)
         tile_dims = () if cut.tile is None else cut.tile.dims
-        sides = [_side(dim, parameter.ndim) for dim in tile_dims]
-        block_dim = next((side for side in sides if side is not None), None)
-        if block_dim is None:
+        sides = [None] * num_axes + [_side(dim, parameter.ndim) for dim in tile_dims]
+        sharded += (False,) * len(tile_dims)
+        if all(side is None for side in sides):
             # Ranks of tensor parallelism that hold the same, or other matrices of a stack, work in
             # parallel and exchange nothing.
-            return Sharding(cut.mesh, cut.sharded, (False,) * num_axes)
-        blocked = (False,) * num_axes + tuple(side is not None for side in sides)
-        sharded = cut.sharded + (False,) * len(sides)
-        return Sharding(cut.full_mesh, sharded, blocked, block_dim, num_data_axes=num_axes)
-    if isinstance(parameter, DTensor):
-        sides = _block_sides(parameter)
-        sharded = tuple(
-            _is_shard(placement) and side is None
-            for placement, side in zip(parameter.placements, sides, strict=True)
-        )
-        blocked = tuple(side is not None for side in sides)
-        block_dim = next((side for side in sides if side is not None), 0)
-        return Sharding(parameter.device_mesh, sharded, blocked, block_dim)
-    return _PLAIN
+            mesh, sides, sharded = cut.mesh, sides[:num_axes], cut.sharded
+    elif isinstance(parameter, DTensor):
+        mesh, sides, num_axes = parameter.device_mesh, _block_sides(parameter), None
+        pairs = zip(parameter.placements, sides, strict=True)
+        sharded = tuple(_is_shard(placement) and side is None for placement, side in pairs)
+    else:
+        return _PLAIN
+    block_dim = next((side for side in sides if side is not None), 0)
+    return Sharding(mesh, sharded, tuple(side is not None for side in sides), block_dim, num_axes)
 
 
 def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
@@ -145,13 +141,12 @@ def _block_sides(parameter: DTensor) -> list[int | None]:
     matrices.
     """
     names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
-    any_strided = any(map(_is_strided, parameter.placements))
+    in_blocks = parameter.ndim > 2 or any(map(_is_strided, parameter.placements))
     sides: list[int | None] = []
     for name, placement in zip(names, parameter.placements, strict=True):
         plain = _is_shard(placement) and not _is_strided(placement)
         side = _side(placement.dim if plain else None, parameter.ndim)  # type: ignore[attr-defined]
-        blocks = side == 1 or name == "tp" or any_strided or parameter.ndim > 2
-        sides.append(side if blocks else None)
+        sides.append(side if side == 1 or name == "tp" or in_blocks else None)
     return sides
 
 
@@ -232,7 +227,8 @@ def pieces_of(parameter: Tensor) -> Sequence[Piece]:
 @lru_cache(maxsize=1 << 10)
 def _packed_pieces(layout: Layout, index: int, sizes: tuple[int, ...]) -> tuple[Piece, ...]:
     """The pieces of one item over sharded axes of these sizes; layers that are alike share them."""
-    rank_of, run = _rank_of(sizes), layout.num_shards // math.prod(sizes)
+    rank_of = {place: rank for rank, place in enumerate(joint_places(sizes))}
+    run = layout.num_shards // math.prod(sizes)
     shards, numel = layout.holders(index), layout.items[index].numel
     first, last, width = shards[0] // run, shards[-1] // run, run * layout.shard_size
     begin = first * width - layout.starts[index]
@@ -241,12 +237,6 @@ def _packed_pieces(layout: Layout, index: int, sizes: tuple[int, ...]) -> tuple[
         (rank_of[holder], low if low > 0 else 0, min(low + width, numel))
         for holder, low in enumerate(lows, first)
     )
-
-
-@lru_cache(maxsize=16)
-def _rank_of(sizes: tuple[int, ...]) -> dict[int, int]:
-    """The rank on the joint axis of each place."""
-    return {place: rank for rank, place in enumerate(joint_places(sizes))}
 
 
 def _chunked_pieces(parameter: DTensor) -> list[Piece]:

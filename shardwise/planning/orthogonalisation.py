@@ -17,10 +17,10 @@ import numpy
 from numpy.typing import NDArray
 
 from shardwise.core.placements import ranks_by
+from shardwise.kernels.polynomials import cost
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.ownership import Ownership
-from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
 
 Figures = Mapping[tuple[int, int], int]  # by (replica, rank on the shard axis)

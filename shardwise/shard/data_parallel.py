@@ -17,7 +17,6 @@ reads the owner of a matrix from the same layout, and finds the matrix whole the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -30,9 +29,8 @@ from shardwise.core.layout import ROW, TENSOR, Grain, Item, tensor_fraction
 from shardwise.core.memory import weakly
 from shardwise.core.mesh import data_mesh, init_mesh
 from shardwise.core.placements import Placements, zero
-from shardwise.optim.matrix_group import kernels_everywhere
+from shardwise.kernels.polynomials import cost
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.presets import price
 from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.precision import Precision
@@ -151,7 +149,6 @@ def _planned_buckets(
     """The buckets, in the order in which backward fills them. Backward is assumed to reach
     parameters in the reverse order of their registration."""
     found = job.found
-    measured = kernels_everywhere(job.device, job.ranks[job.mesh].axes)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position in reversed(range(len(found))):
         parameter, home = found[position].parameter, job.homes[position]
@@ -179,7 +176,7 @@ def _planned_buckets(
         else:
             parameters = [found[position].parameter for position in positions]
             costs = [
-                _matrix_cost(parameter.shape, routes[id(parameter)], settings, measured)
+                _matrix_cost(parameter.shape, routes[id(parameter)], settings)
                 for parameter in parameters
             ]
             others = alike.get((home, dtype, trained, False, format, uneven), [])
@@ -193,11 +190,11 @@ def _planned_buckets(
     return sorted(planned, key=lambda buffer: -min(buffer.members))
 
 
-def _matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings, measured: bool) -> int:
+def _matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings) -> int:
     """The cost of Newton-Schulz on all matrices of one parameter."""
-    cost = partial(price, polynomial=settings.polynomial, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
-    return sum(cost(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
+    shapes = (shape for matrix in matrices for shape in matrix.shapes)
+    return sum(cost(rows, cols, settings.polynomial) for rows, cols in shapes)
 
 
 def _own_problems(

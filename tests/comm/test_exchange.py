@@ -76,8 +76,8 @@ def test_uneven_rows_send_what_the_plan_says_and_nothing_more() -> None:
     assert sum(there for there, _, _ in found) == sum(back for _, back, _ in found) > 0
 
 
-def count_replicas(rank: int, world_size: int, replicas: str) -> dict[str, list[int]]:
-    model, optimizer = build(sw.hsdp(), (2, 2), 8, replicas=replicas)
+def count_replicas(rank: int, world_size: int) -> dict[str, list[int]]:
+    model, optimizer = build(sw.hsdp(), (2, 2), 8)
     sent: dict[str, list[int]] = {}
     for call in step(model, optimizer):
         assert call.operation == "all_to_all"
@@ -88,15 +88,12 @@ def count_replicas(rank: int, world_size: int, replicas: str) -> dict[str, list[
 def test_replicas_split_the_exchange_and_share_updates_by_the_formula() -> None:
     """Inside, 1/R of the exchange; between replicas, (R - 1)/R of the shard once."""
     total, shards, copies = 8 * SIDE * SIDE * 4, 2, 2
-    for sent in run_ranks(count_replicas, 4, "spread"):
+    for sent in run_ranks(count_replicas, 4):
         inside = (shards - 1) * total // (shards**2 * copies)
         assert sent == {
             "dp": [inside, inside],
             "dp_outer": [(copies - 1) * total // (copies * shards)],
         }
-    for sent in run_ranks(count_replicas, 4, "repeat"):
-        inside = (shards - 1) * total // shards**2
-        assert sent == {"dp": [inside, inside]}
 
 
 def count_unsharded(rank: int, world_size: int) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim.presets import newton_schulz
+from shardwise.kernels.newton_schulz import orthogonalise
 from tests.parity.mxfp8_helpers import Encoded
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.01}
@@ -91,7 +91,7 @@ class PlainMuon(torch.optim.Optimizer):
         if p.dim() == 3 and rows == 2 * columns:  # gate and up of experts, one above the other
             rows //= 2
         update = grad.lerp(buffer, momentum).view(-1, rows, columns)
-        update = newton_schulz(update, settings.polynomial).view_as(p)
+        update = orthogonalise(update, settings.polynomial).view_as(p)
         p.mul_(1 - MUON["lr"] * MUON["weight_decay"])
         p.add_(update.to(p.dtype) * math.sqrt(max(1.0, rows / columns)), alpha=-MUON["lr"])
 

@@ -29,12 +29,17 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 def small_rounds(nbytes: int = 1) -> Iterator[None]:
     """Optimizers that are built meanwhile exchange so little at a time: one matrix of each owner,
     or more."""
-    before = ownership.ROUND_BYTES, ownership.most_rounds
-    ownership.ROUND_BYTES, ownership.most_rounds = nbytes, lambda owned: 1 << 30
+    before = ownership._num_rounds
+
+    def num_rounds(matrices: Any, members_of: Any) -> int:
+        owned = [[4 * matrices[index].numel for index in own] for own in members_of.values()]
+        return min(max(map(len, owned)), -(-max(map(sum, owned)) // nbytes))
+
+    ownership._num_rounds = num_rounds
     try:
         yield
     finally:
-        ownership.ROUND_BYTES, ownership.most_rounds = before
+        ownership._num_rounds = before
 
 
 def full(value: Tensor) -> Tensor:

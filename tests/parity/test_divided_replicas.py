@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that divide the matrices, one by one or evenly, give the same bits as replicas that
-repeat each other's work, from gradients that are stored on one replica each."""
+"""Replicas that divide the matrices one by one or evenly give the same bits, from gradients that
+are stored on one replica each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.optim import matrix_group
 from shardwise.optim.split import Split
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
-from tests.one_card import device_type, ordered_ranks, ranks_device
+from tests.one_card import device_type, ordered_ranks
 from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
@@ -30,25 +30,24 @@ MATRICES = ["layers.0.up.weight", "layers.0.down.weight"]
 MATRICES += ["layers.1.up.weight", "layers.1.down.weight"]
 
 
-WAYS = ("by matrix", "evenly", "repeat")
+WAYS = ("by matrix", "evenly")
 
 
-def divided_by(way: str) -> str:
+def divided_by(way: str) -> None:
     """Have every optimizer that is built from now on divide matrices so, whatever it costs."""
     matrix_group.evenly_is_cheaper = lambda plan: way == "evenly"  # type: ignore[assignment]
-    return "repeat" if way == "repeat" else "spread"
 
 
-def optimizer_of(model: Model, replicas: str, **options: Any) -> Any:
-    matrix = sw.muon(lr=0.05, weight_decay=0.1, replicas=replicas, **options)
+def optimizer_of(model: Model) -> Any:
+    matrix = sw.muon(lr=0.05, weight_decay=0.1)
     return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2))
 
 
-def build(world_size: int, replicas: str, **options: Any) -> tuple[Model, Any]:
-    model = make_model(depth=2)
+def build(world_size: int, placements: Any = None, **options: Any) -> tuple[Model, Any]:
+    model, placements = make_model(depth=2), placements or sw.hsdp()
     sw.route(model, split=SPLITS)
-    shard_model(model, sw.hsdp(), mesh_for(sw.hsdp(), world_size), **options)
-    return model, optimizer_of(model, replicas)
+    shard_model(model, placements, mesh_for(placements, world_size), **options)
+    return model, optimizer_of(model)
 
 
 def backward(model: Model, rank: int, step: int = 0, microbatch: int = 0) -> None:
@@ -110,26 +109,16 @@ def replaced(model: Model, optimizer: Any, rank: int) -> Any:
 
 def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
     """With gradients present, with another division, and with momenta stored otherwise."""
-    replicas = optimizer.param_groups[0]["replicas"]
     backward(model, rank)
-    again = optimizer_of(model, replicas)
+    again = optimizer_of(model)
     again.step()
     again.zero_grad()
     backward(model, rank, 1)
     model.layers[1].up.weight.requires_grad_(False)
-    fewer = optimizer_of(model, replicas)
-    if replicas == "spread" and ranks_device() == "cpu":  # a GPU's costs divide them as before
-        with pytest.raises(RuntimeError, match=r"another optimizer was built for 'layers\.1"):
-            again.step()
-    fewer.step()
+    optimizer_of(model).step()
     model.layers[1].up.weight.requires_grad_(True)
-    everywhere = optimizer_of(model, "repeat")
-    everywhere.load_state_dict(again.state_dict())
-    weight = model.layers[1].up.weight
-    assert everywhere.state[weight]["momentum_buffer"].cut.matches(weight.cut)
-    last = optimizer_of(model, replicas)
-    last.load_state_dict(everywhere.state_dict())
-    last.param_groups[0]["replicas"] = replicas
+    last = optimizer_of(model)
+    last.load_state_dict(again.state_dict())
     backward(model, rank, 2)
     last.step()
     optimizer.state = last.state
@@ -137,11 +126,10 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
 
 def emptied(model: Model, optimizer: Any, rank: int) -> Any:
     """Another division, while the memory of gradients is given back."""
-    replicas = optimizer.param_groups[0]["replicas"]
     backward(model, rank)
     model.zero_grad()
     model.layers[1].up.weight.requires_grad_(False)
-    fewer = optimizer_of(model, replicas)
+    fewer = optimizer_of(model)
     backward(model, rank, 1)
     fewer.step()
     optimizer.state.update(fewer.state)
@@ -173,7 +161,8 @@ PROGRAMS: list[Callable[..., Any]] = [
 def check_program(rank: int, world_size: int, program: Callable[..., Any]) -> int:
     found, returned = [], []
     for way in WAYS:
-        model, optimizer = build(world_size, divided_by(way))
+        divided_by(way)
+        model, optimizer = build(world_size)
         returned.append(program(model, optimizer, rank))
         found.append(everything(model, optimizer))
         assert_same(found[0], found[-1])
@@ -182,7 +171,7 @@ def check_program(rank: int, world_size: int, program: Callable[..., Any]) -> in
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_divided_and_repeated_matrices_give_the_same_bits(program: Callable[..., Any]) -> None:
+def test_both_ways_to_divide_matrices_give_the_same_bits(program: Callable[..., Any]) -> None:
     assert all(run_ranks(check_program, 4, program))
 
 
@@ -191,7 +180,8 @@ def test_divided_and_repeated_matrices_give_the_same_bits(program: Callable[...,
 
 def check_gradients(rank: int, world_size: int) -> dict[str, int]:
     """Honest on every rank, and to everybody who asks; and how much of each is here."""
-    (model, optimizer), (other, _) = (build(world_size, r) for r in ("spread", "repeat"))
+    model, optimizer = build(world_size)
+    other = shard_model(make_model(depth=2), sw.hsdp(), mesh_for(sw.hsdp(), world_size))
     for one in (model, other):
         backward(one, rank)
     for name, parameter in model.named_parameters():
@@ -258,7 +248,8 @@ def check_three_axes(rank: int, world_size: int, precision: str) -> list[int]:
         sw.route(model, split=SPLITS)
         wire = sw.Precision(weights=precision)
         shard_model(model, placements, mesh_of(2, 2, 1), precision=wire)
-        optimizer = optimizer_of(model, divided_by(way))
+        divided_by(way)
+        optimizer = optimizer_of(model)
         plain(model, optimizer, rank)
         found.append(everything(model, optimizer))
         assert_same(found[0], found[-1])
@@ -268,10 +259,9 @@ def check_three_axes(rank: int, world_size: int, precision: str) -> list[int]:
 
 
 def test_two_axes_of_replicas_and_gradients_in_bf16() -> None:
-    by_matrix, evenly, repeated = zip(*run_ranks(check_three_axes, 4, "bf16"), strict=True)
+    by_matrix, evenly = zip(*run_ranks(check_three_axes, 4, "bf16"), strict=True)
     assert sum(by_matrix) == sum(evenly) == 4 * 300, "every momentum once"
     assert sorted(evenly) == [240, 320, 320, 320], "two buffers in parts of 160"
-    assert repeated == (4 * 300,) * 4
 
 
 # ------------------------------------------------------------------------------ torch's checkpoints
@@ -280,7 +270,7 @@ def test_two_axes_of_replicas_and_gradients_in_bf16() -> None:
 def check_torch_checkpoint(rank: int, world_size: int, path: str, way: str) -> int:
     """torch's own: saved here, loaded under zero(3) and here, and gone on with."""
     divided_by(way)
-    model, optimizer = build(world_size, "spread")
+    model, optimizer = build(world_size)
     plain(model, optimizer, rank)
     states = get_state_dict(model, optimizer)
     dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
@@ -290,10 +280,10 @@ def check_torch_checkpoint(rank: int, world_size: int, path: str, way: str) -> i
         chunks = written[f"optimizer.state.{name}.momentum_buffer"].chunks
         assert sum(chunk.sizes.numel() for chunk in chunks) == 300, "each element once"
     for placements in (sw.zero(3), sw.hsdp()):
-        other = make_model(depth=2, seed=5)
-        sw.route(other, split=SPLITS)
-        shard_model(other, placements, mesh_for(placements, world_size))
-        again = optimizer_of(other, "spread")
+        other, again = build(world_size, placements)
+        backward(other, rank)  # nothing of it may survive
+        again.step()
+        again.zero_grad()
         states = get_state_dict(other, again)
         loaded = dict(zip(("model", "optimizer"), states, strict=True))
         dcp.load(loaded, checkpoint_id=path)
@@ -322,7 +312,7 @@ def check_our_checkpoint(rank: int, world_size: int, path: str) -> int:
     """Saved by four replicas in even parts, loaded under other strategies and gone on with."""
     divided_by("evenly")
     model = shard_model(make_model(depth=2), sw.zero(0), mesh_of(world_size))
-    optimizer = optimizer_of(model, "spread")
+    optimizer = optimizer_of(model)
     plain(model, optimizer, rank)
     sw.save(path, model, optimizer)
     before = everything(model, optimizer)
@@ -333,7 +323,7 @@ def check_our_checkpoint(rank: int, world_size: int, path: str) -> int:
         other = make_model(depth=2, seed=5)
         mesh = mesh_of(world_size, 1) if placements == sw.hsdp() else mesh_of(world_size)
         shard_model(other, placements, mesh)
-        again = optimizer_of(other, "spread")
+        again = optimizer_of(other)
         sw.load(path, other, again)
         assert_same(everything(other, again), before, placements)
         plain(other, again, rank)

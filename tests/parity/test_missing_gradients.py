@@ -18,17 +18,15 @@ from tests.parity.helpers import everything
 from tests.ranks import run_ranks
 
 WAYS = {
-    "zero0": (2, "spread"),
-    "zero0 repeat": (2, "repeat"),
-    "zero1": (2, "spread"),
-    "zero2": (3, "spread"),
-    "zero3": (3, "spread"),
-    "hsdp": (4, "spread"),
-    "hsdp repeat": (4, "repeat"),
-    "hfsdp": (4, "spread"),
-    "data_parallel": (2, "spread"),
-    "fsdp2": (3, "spread"),
-    "fsdp2 hybrid": (4, "spread"),
+    "zero0": (2, "muon"),
+    "zero1": (2, "muon"),
+    "zero2": (3, "muon"),
+    "zero3": (3, "muon"),
+    "hsdp": (4, "muon"),
+    "hfsdp": (4, "muon"),
+    "data_parallel": (2, "muon"),
+    "fsdp2": (3, "muon"),
+    "fsdp2 hybrid": (4, "muon"),
     # Functions, which keep states on the owners.
     "zero0 normuon": (2, "normuon"),
     "zero3 normuon": (3, "normuon"),
@@ -52,9 +50,8 @@ def build(way: str, world_size: int) -> Model:
     return shard_model(model, placements, mesh_for(placements, world_size))
 
 
-def optimizer_of(model: nn.Module, replicas: str = "spread") -> Any:
-    matrix: Any = ANY[replicas](lr=0.05, weight_decay=0.1) if replicas in ANY else None
-    matrix = matrix or sw.muon(lr=0.05, weight_decay=0.1, replicas=replicas)
+def optimizer_of(model: nn.Module, name: str) -> Any:
+    matrix: Any = {**ANY, "muon": sw.muon}[name](lr=0.05, weight_decay=0.1)
     return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2, weight_decay=0.1))
 
 
@@ -71,9 +68,9 @@ def give(model: nn.Module, step: int, without: set[str]) -> None:
         parameter.grad = None if name in without else value
 
 
-def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:
+def lacking(rank: int, world_size: int, way: str, name: str) -> int:
     ours, one = build(way, world_size), make_model(depth=2)
-    optimizers = [optimizer_of(model, replicas) for model in (ours, one)]
+    optimizers = [optimizer_of(model, name) for model in (ours, one)]
     names = [name for name, _ in one.named_parameters()]
     vectors = {name for name in names if name.endswith("bias")}
     some: list[set[str]] = [
@@ -103,16 +100,16 @@ def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_what_has_no_gradient_stays_as_in_one_process(way: str) -> None:
-    world_size, replicas = WAYS[way]
-    found = run_ranks(lacking, world_size, way, replicas)
-    states = {"normuon": 3}.get(replicas, 1)  # of a matrix
+    world_size, name = WAYS[way]
+    found = run_ranks(lacking, world_size, way, name)
+    states = {"normuon": 3}.get(name, 1)  # of a matrix
     assert found == [7 * (15 + 4 * states + 33)] * world_size
 
 
-def frozen(rank: int, world_size: int, way: str, replicas: str) -> None:
+def frozen(rank: int, world_size: int, way: str, name: str) -> None:
     """Through forward and backward: frozen after a step, then a step without any gradient."""
     model = build(way, world_size)
-    optimizer = optimizer_of(model, replicas)
+    optimizer = optimizer_of(model, name)
     before = everything(model, optimizer)
     for step in range(3):
         if step == 1:
@@ -131,15 +128,15 @@ def frozen(rank: int, world_size: int, way: str, replicas: str) -> None:
 
 
 # Without a second way under which the engine is the same and the optimizer's decision is too: more
-# replicas that repeat, more functions, torch's hybrid.
-ENGINES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hsdp repeat", "hfsdp", "fsdp2")
+# name that repeat, more functions, torch's hybrid.
+ENGINES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "fsdp2")
 ENGINES += ("data_parallel", "data_parallel normuon", "zero3 normuon")
 
 
 @pytest.mark.parametrize("way", ENGINES)
 def test_what_is_frozen_after_a_step_or_has_been_zeroed_stays(way: str) -> None:
-    world_size, replicas = WAYS[way]
-    run_ranks(frozen, world_size, way, replicas)
+    world_size, name = WAYS[way]
+    run_ranks(frozen, world_size, way, name)
 
 
 def empty_shards(rank: int, world_size: int, kind: str) -> int:

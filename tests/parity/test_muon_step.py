@@ -148,7 +148,7 @@ def test_a_step_clips(strategy: str) -> None:
 
 def test_bad_norms_are_refused() -> None:
     _, optimizer = build(None, 1)
-    with pytest.raises(ValueError, match=r"clip_grad_norm\(0\)"):
+    with pytest.raises(ValueError, match="max_norm=0"):
         optimizer.clip_grad_norm(0)
     with pytest.raises(ValueError, match="norm_type=-1"):
         optimizer.clip_grad_norm(1, norm_type=-1)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.polynomials import Polynomial
 
 
 def polar_factor(matrix: Tensor) -> Tensor:

@@ -32,10 +32,7 @@ CASES: dict[tuple[str, str], list[Any]] = {
         *((0.9, value) for value in (*NUMBERS, 1.0)),
         *(0.9, (0.9,), (0.9, 0.95, 0.99), "ab", None),
     ],
-    **{
-        ("matrix", name): ["other"]
-        for name in ("decay", "preset", "replicas", "tensor_parallel", "scale")
-    },
+    **{("matrix", name): ["other"] for name in ("decay", "preset", "tensor_parallel", "scale")},
     ("matrix", "nesterov"): ["no", 2, None],
     ("elementwise", "fused"): ["yes"],
 }

@@ -21,7 +21,6 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 if INSIDE:
     from shardwise.kernels import (
         adamw,
-        block,
         factors,
         iterate,
         momentum,
@@ -31,9 +30,10 @@ if INSIDE:
         symmetric,
         update,
     )
-    from shardwise.kernels.forms import Polynomial, ProductTile
-    from shardwise.kernels.newton_schulz import coefficient_table, one_by_one
+    from shardwise.kernels.newton_schulz import orthogonalise
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
+    from shardwise.kernels.polynomials import Polynomial
+    from shardwise.kernels.symmetric import ProductTile
     from shardwise.kernels.tables import Matrices
     from tests.kernel_cases import PRESETS
 
@@ -271,57 +271,50 @@ def test_adamw_steps_as_torch_does_with_clipped_gradients() -> None:
     assert all(all(map(torch.equal, one, two)) for one, two in zip(after, before, strict=True))
 
 
-def run(form: str, packed: Packed, polynomial: Polynomial) -> Tensor:
-    if form == "block":
-        table = coefficient_table(polynomial.coefficients, packed.values.device)
-        return packed.unpadded(block.newton_schulz_block(packed, polynomial, table))
-    iteration = {"direct": iterate.direct, "gram": iterate.gram}[form]
-    return packed.unpadded(iteration(packed, polynomial, TILES[0]))
+def run(packed: Packed, polynomial: Polynomial) -> Tensor:
+    return packed.unpadded(iterate.iterate(packed, polynomial, TILES[0]))
 
 
 @inside
 @pytest.mark.parametrize("preset", ["you", "polar_express", "cubic", "s4", "nonic"])
-@pytest.mark.parametrize("form", ["direct", "gram", "block"])
-def test_forms_compute_the_preset(form: str, preset: str) -> None:
+def test_the_iteration_computes_the_preset(preset: str) -> None:
     """fp32 shows that the algebra is the definition's; fp16 that its rounding stays small."""
     polynomial = PRESETS[preset]
     torch.manual_seed(5)
     batch = 1e-20 * torch.randn(2 if preset == "cubic" else 1, 17, 30)
     batch[1:] = 0
     batch = batch.mT.contiguous() if preset == "you" else batch  # one of them tall
-    expected = one_by_one(batch.double(), polynomial)
+    expected = orthogonalise(batch.double(), polynomial)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 2e-2)):
         if dtype == torch.float32 and preset in ("you", "s4"):
             continue  # the algebra of polar_express and of nonic with other numbers
-        found = run(form, normalise.normalise(batch, dtype), polynomial)
+        found = run(normalise.normalise(batch, dtype), polynomial)
         assert found.shape == batch.shape and not found[1:].any()
         assert relative(found[0], expected[0]) < tolerance, relative(found[0], expected[0])
 
 
 @inside
-@pytest.mark.parametrize("form", ["direct", "gram", "block"])
-def test_bits_do_not_depend_on_the_batch(form: str) -> None:
+def test_bits_do_not_depend_on_the_batch() -> None:
     batch = torch.randn(2, 12, 28)
     polynomial = Polynomial(coefficients=PRESETS["s4"].coefficients[:3], restart=1)
-    together = run(form, normalise.normalise(batch), polynomial)
+    together = run(normalise.normalise(batch), polynomial)
     for index in range(2):
-        alone = run(form, normalise.normalise(batch[index : index + 1]), polynomial)
+        alone = run(normalise.normalise(batch[index : index + 1]), polynomial)
         assert torch.equal(alone[0], together[index])
     batch[1] = float("nan")
-    beside = run(form, normalise.normalise(batch), polynomial)
+    beside = run(normalise.normalise(batch), polynomial)
     assert torch.equal(beside[0], together[0]) and bool(beside[1].isnan().any())
 
 
 @inside
 @pytest.mark.parametrize("restart", [0, 1, 4])
-def test_gram_restarts_where_told(restart: int) -> None:
+def test_the_iteration_restarts_where_told(restart: int) -> None:
     polynomial = Polynomial(coefficients=PRESETS["you"].coefficients, restart=restart)
     torch.manual_seed(5)
     batch = torch.randn(1, 16, 24)
-    expected = one_by_one(batch.double(), polynomial, "gram")
-    for form in ("gram", "block"):
-        found = run(form, normalise.normalise(batch, torch.float32), polynomial)
-        assert relative(found, expected) < 1e-3, form
+    expected = orthogonalise(batch.double(), polynomial)
+    found = run(normalise.normalise(batch, torch.float32), polynomial)
+    assert relative(found, expected) < 1e-3
 
 
 @inside

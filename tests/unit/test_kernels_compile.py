@@ -21,7 +21,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from shardwise.kernels import (  # noqa: E402
     adamw,
-    block,
     factors,
     fp8_codes,
     momentum,
@@ -29,7 +28,7 @@ from shardwise.kernels import (  # noqa: E402
     symmetric,
     update,
 )
-from shardwise.kernels.forms import WIDE  # noqa: E402
+from shardwise.kernels.symmetric import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
 SCALARS = dict.fromkeys(
@@ -109,11 +108,6 @@ def test_product() -> None:
         "flatten": WIDE.flatten,
     }
     check(compiled(product._product_kernel, constants, types), products=True)
-
-
-def test_block() -> None:
-    constants = {"gram_scale": 4096.0, "value_scale": 1024.0, "size": 128, "slice_width": 64}
-    check(compiled(block._block_kernel, constants | {"schatten": True}, {}), products=True)
 
 
 def test_fused_passes() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.kernels.polynomials import DEFAULT, PRESETS
 from shardwise.optim.muon import SCALES
-from shardwise.optim.presets import DEFAULT, PRESETS
 from shardwise.optim.rules import Step
 from tests.models import Weights as Parameters
 from tests.reference.muon import SlowMuon
@@ -127,23 +127,6 @@ def test_a_step_reads_gradients_and_changes_them_not(nesterov: bool) -> None:
     sw.muon().before([grad], {"momentum_buffer": [buffer]}, [place], Step(settings=settings))
     assert torch.equal(buffer, torch.full((12,), 1.5)) and torch.equal(grad, torch.full((12,), 2.0))
     assert torch.equal(place, torch.full((12,), 1.75 if nesterov else 1.5))
-
-
-def test_momentum_that_was_saved_as_a_sum_is_converted() -> None:
-    """As Moonlight, and shardwise before, kept it: m = mu m + g."""
-    model = Weights(SHAPES)
-    optimizer = sw.optimizer(model, matrix=sw.muon(momentum=0.75), elementwise=None)
-    set_gradients(model, 0)
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    expected = {key: state["momentum_buffer"].clone() for key, state in saved["state"].items()}
-    for state in saved["state"].values():
-        state["momentum_buffer"].mul_(4)
-    saved["param_groups"][0]["momentum_form"] = "sum"
-    optimizer.load_state_dict(saved)
-    for number, parameter in enumerate(model.parameters()):
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], expected[number])
-    assert "momentum_form" not in optimizer.param_groups[0]
 
 
 def test_cautious_decay_spares_weights_that_grow() -> None:
@@ -265,16 +248,6 @@ def test_a_clip_reaches_the_momentum_and_not_the_orthogonal_update(in_step: bool
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
 
 
-def test_a_convolution_that_is_taken_for_a_stack_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Sequential(nn.Conv1d(16, 32, 3), nn.Linear(8, 8))
-    for routed, told in ((False, True), (True, False)):
-        if routed:
-            sw.route(net, matrix="0.weight")
-        caplog.clear()
-        sw.Muon([(name, p) for name, p in net.named_parameters() if p.ndim > 1])
-        assert ("takes '0.weight' for stacks of matrices" in caplog.text) is told
-
-
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     model = Weights(SHAPES)
     optimizer = sw.optimizer(model, matrix=sw.muon(weight_decay=0.5), elementwise=None)
@@ -318,25 +291,6 @@ def test_states_are_loaded_by_name() -> None:
     renamed = sw.optimizer(Weights(names), matrix=sw.muon(), elementwise=None)
     with pytest.raises(ValueError, match=r"'a' of shape .* would get momentum_buffer of"):
         renamed.load_state_dict(optimizer.state_dict())
-
-
-def test_gaps_of_a_state_dict_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A setting that an older version did not have, a state that somebody took out."""
-    model = Weights(SHAPES | {"vector": (6,)})
-    one = sw.optimizer(model, matrix=sw.muon(momentum=0.8), elementwise=sw.adamw())
-    set_gradients(model, 0)
-    one.step()
-    saved = copy.deepcopy(one.state_dict())
-    one.load_state_dict(copy.deepcopy(saved))
-    assert not caplog.records
-    del saved["param_groups"][0]["momentum"], saved["param_groups"][0]["replicas"]
-    number, name = (saved["param_groups"][0][key][1] for key in ("params", "param_names"))
-    del saved["state"][number]
-    one.load_state_dict(saved)
-    lacks, begins = (record.getMessage() for record in caplog.records)
-    assert "lacks 'momentum', which stay" in lacks and one.param_groups[0]["momentum"] == 0.8
-    assert f"has no states of '{name}', which begin again" in begins
-    one.step()
 
 
 def test_another_kind_of_state_dict_is_refused() -> None:

@@ -23,10 +23,10 @@ from tests.ranks import run_ranks
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
 
-def orthogonalise_packed(packed: Any, polynomial: Any, form: Any = None) -> Tensor:
+def orthogonalise_packed(packed: Any, polynomial: Any) -> Tensor:
     matrices = packed.unpadded(packed.values).float()
     found = torch.zeros_like(packed.values)
-    packed.unpadded(found).copy_(kernels.one_by_one(matrices, polynomial, form or "direct"))
+    packed.unpadded(found).copy_(kernels.orthogonalise(matrices, polynomial))
     return found
 
 
@@ -64,7 +64,6 @@ def definitions() -> Iterator[None]:
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (kernels, "uses_kernels", lambda device: True),
-        (matrix_group, "kernels_everywhere", lambda device, axes: True),
         (normalise, "normalise", normalise.reference),
         (momentum, "pack", momentum.pack_reference),
         (momentum, "accumulate", accumulate),

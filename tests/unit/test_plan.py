@@ -17,10 +17,10 @@ import shardwise as sw
 from shardwise.core import layout
 from shardwise.core.memory import Block as Memory
 from shardwise.core.mesh import PretendedMesh
+from shardwise.kernels.polynomials import cost
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
 from shardwise.planning.orthogonalisation import by_rank
 from shardwise.planning.plan import Plan, dry_run, plan
@@ -185,7 +185,7 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
     price = cost(64, 64, sw.muon().polynomial)
-    assert work.busiest == work.total == price > 20 * 64**3 and work.idlest == 0
+    assert work.busiest == work.total == price == 18 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
     # one owner gets three quarters, and sends them back in fp16: the most that anybody sends
     assert found["zero3"].exchanged == Counter(
@@ -236,24 +236,9 @@ def test_a_matrix_optimizer_takes_what_routing_says() -> None:
     assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
-def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
-    """Small ones take a GPU longer than their operations say, and are shared out accordingly."""
-    with torch.device("meta"):
-        sides = [1024] + [512] * 12
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for side in sides))
-    turns = {
-        device: plan(
-            model, {"dp_outer": 2, "dp": 1}, "hsdp", optimizer="muon", device=device, wrap=[model]
-        ).divisions
-        for device in ("cpu", "cuda")
-    }
-    assert turns["cpu"] != turns["cuda"]
-    beside = {
-        d: sum(found.ranges[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")
-    }
-    assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
-    with pytest.raises(ValueError, match="device='gpu': choose 'cuda' or 'cpu'"):
-        plan(model, {"dp": 2}, device="gpu")
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="device='gpu'"):
+        plan(nn.Linear(2, 2, device="meta"), {"dp": 2}, device="gpu")
 
 
 # ------------------------------------------------------------------------------ what is wrapped
