@@ -21,7 +21,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardwise.core import comm
 from shardwise.core.agreement import raise_together
 from shardwise.core.division import ByMatrix, Division
 from shardwise.core.tensor import ShardedTensor
@@ -49,9 +48,10 @@ States = dict[Tensor, dict[str, Any]]
 LEAST_BYTES = 16 << 20  # less memory for matrices that skip the exchange is not worth more launches
 
 
-def has_kernels(device: torch.device, axes: Sequence[comm.Axis]) -> bool:
+def has_kernels(device: torch.device, sharding: Sharding) -> bool:
     """Whether the ranks compute by kernels. In a plan, "nccl" as the backend stands for GPUs."""
     if device.type == "meta":
+        axes = () if sharding.mesh is None else sharding.ranks.axes  # those of one rank, too
         return any(axis.backends.get("meta") == "nccl" for axis in axes)
     return newton_schulz.uses_kernels(device)
 
@@ -80,7 +80,7 @@ class MatrixGroup:
         # ``fused``: the hooks run by kernels here. ``narrow``: on all ranks, so results travel in
         # fp16 and are scaled when they are applied. All blocks of a matrix need the same scale.
         wide = all(local.dtype == torch.float32 for local in locals_)
-        fits = wide and self.rule.has_kernels and has_kernels(device, sharding.axes)
+        fits = wide and self.rule.has_kernels and has_kernels(device, sharding)
         same = all(len(set(matrix.shapes)) == 1 for matrix in matrices)
         self.fused = fits and (dense or device.type == "meta")
         self.narrow = fits and same and self.blocks is None and self.rule.keeps("compute")
