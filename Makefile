@@ -23,13 +23,14 @@ export OMP_NUM_THREADS ?= 1
 # Modules are compiled once, not by every worker, rank and command that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-gpu lint format types contracts pytest docs wheel bench soak fuzz clean
+.PHONY: help train test test-gpu nightly lint format types contracts pytest docs wheel bench soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train      train a small GPT on 2 CPU ranks and draw what happened"
 	@echo "make test       lint, types, import contracts, tests"
 	@echo "make test-gpu   the tests of ranks as NCCL ranks that share one GPU"
+	@echo "make nightly    all tests, a minute of random programs, and 1,000 kills during saves"
 	@echo "make lint       ruff alone; 'make format' repairs what it can"
 	@echo "make docs       the site in build/site, strictly: a broken link is an error"
 	@echo "make wheel      wheel and sdist in dist/, and a run of the wheel outside of the repository"
@@ -78,6 +79,11 @@ contracts: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# What takes long beside what it shows: frameworks, the support matrix, compilers, random kills.
+nightly: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory pytest PYTEST_FLAGS="--nightly $(PYTEST_FLAGS)"
+	$(MAKE) --no-print-directory fuzz soak
 
 # What runs ranks, on NCCL ranks of one GPU. A part: make test-gpu GPU_TESTS=tests/races
 GPU_TESTS ?= tests/races tests/parity tests/comm tests/resume \
