@@ -258,6 +258,7 @@ def check_three_axes(rank: int, world_size: int, precision: str) -> list[int]:
     return held
 
 
+@pytest.mark.cpu_only("NCCL rounds a sum in bf16 on each axis, ours once")
 def test_two_axes_of_replicas_and_gradients_in_bf16() -> None:
     by_matrix, evenly = zip(*run_ranks(check_three_axes, 4, "bf16"), strict=True)
     assert sum(by_matrix) == sum(evenly) == 4 * 300, "every momentum once"

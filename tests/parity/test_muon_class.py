@@ -336,7 +336,7 @@ def stacks_under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...], dim: 
     )
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("world_size", "sizes"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_stacks_and_columns_under_fsdp2_are_those_of_one_process(
@@ -372,7 +372,7 @@ def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
     return [(call.operation, call.nbytes) for call in calls]
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 def test_duplicated_is_exact() -> None:
     found = run_ranks(duplicated, 2)
     # There and back, for matrices cut along rows and along columns: each rank computes its part.
@@ -392,7 +392,7 @@ def distributed(rank: int, world_size: int) -> tuple[float, list[str]]:
     return worst, [call.operation for call in calls]
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 def test_distributed_sums_gram_matrices_and_agrees_up_to_rounding() -> None:
     for worst, calls in run_ranks(distributed, 2):
         assert worst < 2e-4
@@ -426,7 +426,7 @@ def blockwise(rank: int, world_size: int) -> bool:
     )
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 def test_blockwise_is_muon_on_blocks() -> None:
     assert run_ranks(blockwise, 2) == [True, True], "and not the exact one"
 
@@ -448,7 +448,7 @@ def both(rank: int, world_size: int) -> None:
     torch.testing.assert_close(norm, sum(squares).sqrt().float())
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 def test_fsdp2_over_tensor_parallel_weights_is_exact() -> None:
     run_ranks(both, 4)
 
@@ -514,7 +514,7 @@ def split_by_tp(rank: int, world_size: int) -> list[str]:
     return [call.operation for call in calls if call.axis == "tp"]
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 def test_splits_that_tensor_parallelism_does_not_break_are_exact() -> None:
     calls = run_ranks(split_by_tp, 4)
     assert calls[0] == calls[1] and calls[2] == calls[3], "who share blocks share their gathers"

@@ -21,7 +21,7 @@ from shardwise.precision.fp8_codec import FP8
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for, ranks_for
-from tests.one_card import ranks_device
+from tests.one_card import ordered_ranks, ranks_device
 from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
@@ -204,7 +204,7 @@ def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
 
 
 def test_every_grain_trains_to_the_same_bits() -> None:
-    for rows, elements, tensors, _ in run_ranks(check_any_grain, 3):
+    for rows, elements, tensors, _ in run_ranks(check_any_grain, ordered_ranks(3)):
         assert rows and all(rows) and all(tensors)
         assert not all(elements), "blocks cut by elements travel as bf16"
 

@@ -39,7 +39,7 @@ def same_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], what:
         assert not wrong, (what, step, wrong)
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 @pytest.mark.parametrize(("optimizer", "sequence"), [("adamw", False), ("muon", True)])
 @on_ranks(4)
 def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) -> None:
@@ -62,7 +62,7 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
         same_bits(found, first, (optimizer, "data_parallel", stage))
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 @pytest.mark.parametrize(
     ("sizes", "optimizer"),
     [((1, 2, 2), "muon"), ((2, 1, 2), "adamw")],

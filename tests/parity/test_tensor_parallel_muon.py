@@ -72,7 +72,7 @@ def assert_same_bits(runs: list[list[dict[str, Tensor]]]) -> None:
             assert not [name for name in mine if not torch.equal(mine[name], its[name])]
 
 
-@pytest.mark.cpu_only("a GPU multiplies a batch of matrices otherwise than each of them")
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
 @on_ranks(4)
 def test_exact_forms_are_those_of_one_process(rank: int, world_size: int, mode: str) -> None:
