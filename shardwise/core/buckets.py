@@ -47,7 +47,7 @@ elements. A stack ``[experts, out, in]`` may be cut between its matrices, which 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -211,38 +211,17 @@ def _in_rows(kinds: Sequence[_Kind | None], num_shards: int) -> tuple[list[_Row]
 def _choices(
     rows: Sequence[_Row], loose: Sequence[int], tries: int, bucket_size: int, limit: int
 ) -> Iterator[tuple[list[list[_Row]], list[int]]]:
-    """Choices of (buckets of rows, members of one more bucket).
-
-    The one more bucket has the matrices in no row: first alone, then with the last rows of some
-    kinds, fewest elements first, at last with all rows. If the last rows do not fill a bucket, they
-    join it too, or are a bucket by themselves.
-    """
-    num_rows = Counter(kind for kind, _ in rows)
-    sizes = {kind: _size([(kind, row)]) for kind, row in rows}
-    kinds = list(num_rows)
-    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # (elements, kinds) of rows that join
-    for _ in range(tries):
-        if not waiting:
-            return
-        size, joined = heapq.heappop(waiting)
-        to_keep = num_rows - Counter(kinds[position] for position in joined)
-        kept: list[_Row] = []
-        members = list(loose)
-        for kind, row in rows:
-            if to_keep[kind]:
-                to_keep[kind] -= 1
-                kept.append((kind, row))
-            else:
-                members += row
+    """Choices of (buckets of rows, members of one more bucket): the matrices in no row, alone, then
+    with the last rows, at last with all rows. Rows that do not fill a bucket join them, or are a
+    bucket by themselves."""
+    counts = [*range(min(tries, len(rows))), len(rows)] if tries > 1 else [0]
+    for count in counts:
+        kept, last = rows[: len(rows) - count], rows[len(rows) - count :]
+        members = sorted([*loose, *(index for _, row in last for index in row)])
         buckets, small = _in_buckets(kept, bucket_size, limit)
         if small and loose:
-            yield buckets, sorted(members + [index for _, row in small for index in row])
-        yield [*buckets, small] if small else buckets, sorted(members)
-        for position in range(joined[-1] if joined else 0, len(kinds)):
-            if joined.count(position) < num_rows[kinds[position]]:
-                heapq.heappush(waiting, (size + sizes[kinds[position]], (*joined, position)))
-    if tries > 1:
-        yield [], sorted([*loose, *(index for _, row in rows for index in row)])
+            yield buckets, sorted([*members, *(index for _, row in small for index in row)])
+        yield [*buckets, small] if small else buckets, members
 
 
 def _in_buckets(

@@ -408,47 +408,28 @@ class Cut:
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor in new memory, on every rank (collective over ``axes``).
 
-            rank 0 | a a . |                             | a a . | b b b | c . . |
-            rank 1 | b b b |  pieces padded to equal  ->  | a a . | b b b | c . . |  ->  a a b b b c
-            rank 2 | c . . |                             | a a . | b b b | c . . |
+            rank 0 | a a . . . . |
+            rank 1 | . . b b b . |  added up as integers, so that no bit changes  ->  a a b b b c
+            rank 2 | . . . . . c |
 
-        The outer axis comes first, which joins neighbours. If padding would more than double the
-        tensor (one owner among 1024 ranks has all of it), ranks instead add up tensors that are
-        zero outside their pieces, as integers, so that no bit changes.
+        Pieces are uneven, and one rank may have everything: padding them to equal lengths for an
+        all-gather could take as many times the memory as there are ranks.
         """
         if local.is_meta:
             return local.new_empty(self.shape)
         if not self.axes:
             return local.detach().clone().view(self.shape)
-        full = local.detach().reshape(-1).to(self.mesh.device_type)
-        longest = max(hi - lo for lo, hi in self.pieces)
+        flat = local.detach().reshape(-1).to(self.mesh.device_type)
         if self._piece_axes:
-            little_padding = longest * self.num_holders <= 2 * math.prod(self.item_shape)
-            full = self._gather_padded(full, longest) if little_padding else self._sum_pieces(full)
-        full = full.view(self.item_shape)
+            nbytes = math.prod(self.item_shape) * flat.element_size()
+            words = torch.zeros(-(-nbytes // 4), dtype=torch.int32, device=flat.device)
+            whole = words.view(torch.uint8)[:nbytes].view(flat.dtype)
+            whole[slice(*self.piece)] = flat
+            for axis in self._piece_axes:
+                comm.all_reduce(words, axis).wait()
+            flat = whole
+        full = flat.view(self.item_shape)
         return (full if self.tile is None else self.tile.join(full)).to(local.device)
-
-    def _gather_padded(self, flat: Tensor, longest: int) -> Tensor:
-        padded = flat.new_empty(longest)
-        padded[: flat.numel()] = flat
-        # As bytes, because not every backend carries every dtype.
-        part = padded.view(torch.uint8)
-        for axis in self._piece_axes:
-            joined = part.new_empty(part.numel() * axis.size)
-            comm.all_gather(joined, part, axis).wait()
-            part = joined
-        held = zip(self.pieces, part.view(flat.dtype).split(longest), strict=True)
-        in_order = sorted(held, key=lambda pair: pair[0])  # replicas divide a tensor in any order
-        return torch.cat([values[: hi - lo] for (lo, hi), values in in_order if lo < hi])
-
-    def _sum_pieces(self, flat: Tensor) -> Tensor:
-        num_bytes = math.prod(self.item_shape) * flat.element_size()
-        words = torch.zeros(-(-num_bytes // 4), dtype=torch.int32, device=flat.device)
-        full = words.view(torch.uint8)[:num_bytes].view(flat.dtype)
-        full[slice(*self.piece)] = flat
-        for axis in self._piece_axes:
-            comm.all_reduce(words, axis).wait()
-        return full
 
     @cached_property
     def replica_axes(self) -> tuple[comm.Axis, ...]:

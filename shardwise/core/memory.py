@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -80,14 +80,6 @@ def separate_ledger() -> Iterator[Ledger]:
         _open_ledger = before
 
 
-class Source(Protocol):
-    """Gives and takes the memory of transient blocks."""
-
-    def acquire(self, block: Block) -> None: ...
-
-    def release(self, block: Block) -> None: ...
-
-
 class Block:
     """A flat tensor whose memory can be released and acquired again.
 
@@ -118,14 +110,14 @@ class Block:
         """The bytes that the ledger counts while the block is live; on the meta device none."""
         return 0 if self.tensor.is_meta and self._counted.ledger is ledger else self.nbytes
 
-    def release(self, source: Source) -> None:
+    def release(self, source: Caching | TracePool) -> None:
         """Release the memory. The contents are lost."""
         if self.live:
             self.live = False
             self._counted.set(0)  # first, because the pool counts the same bytes as idle
             source.release(self)
 
-    def acquire(self, source: Source) -> None:
+    def acquire(self, source: Caching | TracePool) -> None:
         """Acquire memory again. The contents are undefined."""
         if not self.live:
             source.acquire(self)

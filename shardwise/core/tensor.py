@@ -220,16 +220,13 @@ class ShardedTensor(DTensor):
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """A plain DTensor made from the whole tensor, or this tensor for its own placements."""
-        mesh = self.device_mesh
-        wanted = tuple(placements or ())
-        same_mesh = device_mesh is None or device_mesh == mesh
-        same_dtype = forward_dtype is None and backward_dtype is None
-        partial = any(placement.is_partial() for placement in wanted)
-        if not (wanted and same_mesh and same_dtype) or partial:
+        mesh, wanted = self.device_mesh, tuple(placements or ())
+        plain = device_mesh in (None, mesh) and not (forward_dtype or backward_dtype)
+        if not wanted or not plain or any(placement.is_partial() for placement in wanted):
             raise NotImplementedError(
-                f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
-                f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): only "
-                f"Replicate() and Shard() on the same mesh, in the same dtype; use full_tensor()"
+                f"'{self.cut.name}': redistribute to {placements} on {device_mesh or mesh} (dtypes "
+                f"{forward_dtype}, {backward_dtype}): only Replicate() and Shard() on the same "
+                f"mesh, in the same dtype; use full_tensor()"
             )
         if wanted == self.placements:
             return self

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on a ShardedTensor: views of its memory, and whole values made from pieces.
-
-    p.view(-1), p[2:5], ...        keep the elements in order. A piece is a run of elements, so the
-                                   piece of such a view is a run too (empty on some ranks)
+"""Whole values made from the pieces of a ShardedTensor.
 
     p.sum(), p.norm()              one value from all pieces, on every rank
 
@@ -24,7 +21,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, _redistribute
 from torch.overrides import get_default_nowrap_functions
 
-from shardwise.core.compat import plain_attributes, tree_flatten, tree_map_only
+from shardwise.core.compat import plain_attributes, tree_map_only
 from shardwise.core.cut import Cut, Op
 from shardwise.notices import warn_once
 
@@ -43,10 +39,6 @@ logger = logging.getLogger(__name__)
 PAST_FORWARD = (
     "run it inside the forward of a wrapped module; a module that is called by itself needs "
     "fully_shard of its own, another method register_fsdp_forward_method"
-)
-CUT_OTHERWISE = (
-    "it is cut in another way than the other operand (if these are two models, wrap both alike and "
-    "freeze one after that)"
 )
 
 
@@ -98,31 +90,6 @@ def gathered(source: DTensor) -> Tensor:
         return source.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def _tensors(args: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
-
-
-def records(args: Any) -> bool:
-    """Whether autograd would record an operation on these arguments."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args))
-
-
-def recorded_with_plain(args: Any) -> bool:
-    """Whether autograd would record an operation on a parameter at rest and a rank's own values:
-    forward was called past the hooks, and the gradient would reach the parameter unreduced."""
-    return records(args) and not all(isinstance(tensor, DTensor) for tensor in _tensors(args))
-
-
-def recorded_with_own(args: Any) -> bool:
-    """Whether autograd would record an operation with a tensor of this rank alone (computed, or a
-    gathered weight): its gradient would come from pieces, and a parameter at rest would get one
-    rank's gradient."""
-    if not torch.is_grad_enabled():
-        return False
-    trained = (arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad)
-    return not all(isinstance(arg, (DTensor, WholeTensor)) for arg in trained)
-
-
 def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:
     text = "%s on '%s' gathers the whole tensor on every rank: %s"
     warn_once(logger, text, func, name, why, about=f"{func} {why}", mesh=mesh)
@@ -130,27 +97,27 @@ def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:
 
 def on_the_whole(
     func: Any,
-    name: str,
+    cut: Cut,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     outs: Iterable[str],
-    mesh: Any,
+    recorded: bool,
 ) -> Any:
     """Gather the operands (collective), compute, and return whole tensors. ``outs``: the keyword
     arguments that receive results.
 
-    If autograd records the operation, the result is a replicated DTensor: torch refuses to mix it
-    with a rank's activations, whose gradients would reach the parameter unreduced.
+    If autograd has ``recorded`` the operation, the result is a replicated DTensor: torch refuses to
+    mix it with a rank's activations, whose gradients would reach the parameter unreduced.
     """
-    if torch.is_inference_mode_enabled() and _is_view(func):
+    views = any(returned.alias_info is not None for returned in func._schema.returns)
+    if views and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # a view must be a normal tensor, as its base is
-            return on_the_whole(func, name, args, kwargs, outs, mesh)
-    recorded = records((args, kwargs))
-    why = "it can't be computed on pieces"
+            return on_the_whole(func, cut, args, kwargs, outs, recorded)
+    mesh, why = cut.full_mesh, "it can't be computed on pieces"
     if recorded:
         why += "; to mix the result with a rank's own tensors (torch says 'mixed torch.Tensor and "
         why += f"DTensor'), compute with full_tensor() instead, or {PAST_FORWARD}"
-    warn_gathered(func, name, mesh, why)
+    warn_gathered(func, cut.name, mesh, why)
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
     fresh = {key: torch.empty_like(plain[1][key]) for key in targets}
@@ -160,31 +127,10 @@ def on_the_whole(
     with torch.no_grad():
         result = func(*plain[0], **(plain[1] | fresh))
         if not targets:
-            kind = replicated if recorded else whole
-            return tree_map_only(Tensor, kind, result)
+            return tree_map_only(Tensor, replicated if recorded else whole, result)
     for key, target in targets.items():
         target.copy_(fresh[key])
     return next(iter(targets.values()))
-
-
-def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write into a plain tensor or into torch's DTensor, with gathered operands (collective)."""
-    target = args[0]
-    operands, keywords = tree_map_only(DTensor, gathered, (list(args[1:]), kwargs))
-    if isinstance(target, DTensor):
-        mesh, everywhere = target.device_mesh, [Replicate()] * target.device_mesh.ndim
-
-        def placed(value: Tensor) -> DTensor:  # like the target: torch moves no rows in place
-            placements = target.placements if value.shape == target.shape else everywhere
-            return distribute_tensor(value, mesh, placements, src_data_rank=None)
-
-        operands, keywords = tree_map_only(Tensor, placed, (operands, keywords))
-    func(target, *operands, **keywords)
-    return target
-
-
-def _is_view(func: Any) -> bool:
-    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -198,29 +144,26 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
     pairs = zip(tensors, cuts, strict=True)
     locals_ = [tensor if cut is None else tensor._local_tensor for tensor, cut in pairs]
     result: list[Any] = [None] * len(locals_)
-    local_only: list[int] = []
-    meshes: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}  # by the axes over which pieces are combined
     for index, cut in enumerate(cuts):
-        if cut is None or not cut.norm_axes:
-            local_only.append(index)
-        else:
-            meshes.setdefault((cut.mesh, cut.norm_axes), []).append(index)
-    if local_only:
-        norms = torch._foreach_norm([locals_[index] for index in local_only], order, dtype=dtype)
-        for index, norm in zip(local_only, norms, strict=True):
-            result[index] = norm if cuts[index] is None else whole(norm)
-    for (_, axes), members in meshes.items():
+        alike.setdefault(cut and cut.norm_axes and (cut.mesh, cut.norm_axes), []).append(index)
+    for key, members in alike.items():
+        held = [locals_[index] for index in members]
+        if not key:  # this rank has them whole
+            values = torch._foreach_norm(held, order, dtype=dtype)
+            for index, norm in zip(members, values, strict=True):
+                result[index] = norm if cuts[index] is None else whole(norm)
+            continue
         cut = cuts[members[0]]
         assert cut is not None
-        partials = _partial_norms([locals_[index] for index in members], order)
         op: Op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
         power = order if order and math.isfinite(order) else 1.0
-        values = cut.reduce(partials.pow_(power), op, axes).pow_(1 / power)
-        targets = [dtype or locals_[index].dtype.to_real() for index in members]
-        if len(set(targets)) == 1:
-            values = values.to(targets[0])
-        for index, norm, target in zip(members, values.unbind(), targets, strict=True):
-            result[index] = whole(norm.to(target))
+        total = cut.reduce(_partial_norms(held, order).pow_(power), op, key[1]).pow_(1 / power)
+        wanted = [dtype or local.dtype.to_real() for local in held]
+        if len(set(wanted)) == 1:
+            total = total.to(wanted[0])  # in one pass
+        for index, norm, its_dtype in zip(members, total.unbind(), wanted, strict=True):
+            result[index] = whole(norm.to(its_dtype))
     return result
 
 
@@ -247,13 +190,14 @@ def whole_value(name: str, local: Tensor, cut: Cut, dtype: torch.dtype | None) -
     if name in ("sum", "mean"):
         partial = local.sum(dtype=wide)
         dtype = dtype or (local.dtype if floating else torch.int64)
-        if name == "mean" and not floating:
-            raise ValueError(f"mean of '{cut.name}' in {local.dtype}: give a floating dtype")
     elif name in ("any", "all", "count_nonzero"):
         partial = torch.count_nonzero(local)
     else:
         op, dtype = ("max" if name.endswith("max") else "min"), local.dtype
-        partial = _extreme(local, op, wide)
+        least, most = (-math.inf, math.inf) if floating else (-(1 << 63), (1 << 63) - 1)
+        partial = local.new_full((), least if op == "max" else most, dtype=wide)
+        if local.numel():
+            partial = (local.amax() if op == "max" else local.amin()).to(wide)
     total = cut.reduce(partial.reshape(1), op)[0]
     if name == "any":
         return whole(total > 0)
@@ -262,68 +206,3 @@ def whole_value(name: str, local: Tensor, cut: Cut, dtype: torch.dtype | None) -
     if name == "mean":
         total = total / cut.numel
     return whole(total if dtype is None else total.to(dtype))
-
-
-def _extreme(local: Tensor, op: str, wide: torch.dtype) -> Tensor:
-    if local.numel():
-        return (local.amax() if op == "max" else local.amin()).to(wide)
-    if wide.is_floating_point:
-        neutral: float = -math.inf if op == "max" else math.inf
-    else:
-        neutral = torch.iinfo(wide).min if op == "max" else torch.iinfo(wide).max
-    return torch.full((), neutral, dtype=wide, device=local.device)
-
-
-Span = tuple[int, tuple[int, ...]]  # the first element, and the shape
-
-
-VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
-VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
-
-
-def spans(
-    func: Any, shape: Sequence[int], dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Span] | None:
-    """The runs of elements that a view operation on a whole tensor returns, found by running it on
-    a meta tensor; None if a result is no run."""
-    like = torch.empty(shape, dtype=dtype, device="meta")
-    views = tree_flatten(func(like, *args, **kwargs))[0]
-    # A tensor without elements has no layout.
-    runs = all(view.is_contiguous() and view.numel() and view.dtype == dtype for view in views)
-    if not (runs and shape):
-        return None
-    return [(view.storage_offset(), tuple(view.shape)) for view in views]
-
-
-def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
-    """The local piece of a view, and its cut."""
-    first, shape = span
-    part = cut.viewed(first, shape)
-    (lo, hi), begin = part.piece, cut.piece[0] - first
-    if lo == hi:
-        return local.new_empty(part.local_shape), part
-    return local.reshape(-1)[lo - begin : hi - begin].view(part.local_shape), part
-
-
-def stretches(small: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a tensor of shape ``small`` can be broadcast to ``shape``."""
-    ends = zip(reversed(small), reversed(shape), strict=False)
-    return all(size in (1, wanted) for size, wanted in ends)
-
-
-def same_shape(size: Any, cut: Cut) -> bool:
-    """Whether a view to ``size`` changes nothing; -1 stands for the size that fits."""
-    if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
-        return False
-    return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))
-
-
-def checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:
-    """A checksum of the state of the generator that a random op on ``tensor`` uses."""
-    if generator is not None:
-        state = generator.get_state()
-    elif tensor.device.type == "cuda":
-        state = torch.cuda.get_rng_state(tensor.device)
-    else:
-        state = torch.get_rng_state()
-    return zlib.crc32(state.numpy().tobytes())

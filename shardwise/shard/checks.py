@@ -7,7 +7,6 @@ Each check returns a list of problems, each a text with the value, the reason an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +27,10 @@ from shardwise.core.tile import tile_problem
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.precision import Precision
 from shardwise.precision.fp8_native import native_problem
-from shardwise.shard.found import Found, experts_text, spread_linear
+from shardwise.shard.found import Found, spread_linear
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrap import Wrapping
-
-logger = logging.getLogger(__name__)
+from shardwise.words import quoted
 
 
 def check_types(
@@ -114,31 +112,25 @@ def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
 
 def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
     """The first problem of one parameter."""
-    parameter, owner = f.parameter, type(f.modules[0]).__name__
+    parameter: Any = f.parameter
+    is_dtensor = isinstance(parameter, DTensor)
     if isinstance(parameter, ShardedTensor) or hasattr(parameter, OWNER):
         return (
             f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
             f"both modules in one call with a list, or leave both to the root"
         )
-    if isinstance(parameter, DTensor):
-        if any(isinstance(module, GroupedLinear) for module in f.modules):
-            return (
-                f"'{f.name}' holds experts and is a DTensor over "
-                f"{parameter.device_mesh.mesh_dim_names}: experts are spread over ranks "
-                f"(MixtureOfExperts.spread), not cut; leave them out of parallelize_module"
-            )
-        if (problem := tile_problem(f.name, parameter, mesh)) is not None:
-            return problem
+    if is_dtensor and any(isinstance(module, GroupedLinear) for module in f.modules):
+        return (
+            f"'{f.name}' holds experts and is a DTensor over {parameter.device_mesh}: experts are "
+            f"spread over ranks (MixtureOfExperts.spread), not cut by parallelize_module"
+        )
+    if is_dtensor and (problem := tile_problem(f.name, parameter, mesh)) is not None:
+        return problem
     eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
     if parameter.is_complex() or (parameter.requires_grad and eight_bits):
         return (
             f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
             f"train in float32, bfloat16 or float16"
-        )
-    if parameter.requires_grad and any(getattr(m, "sparse", None) is True for m in f.modules):
-        return (
-            f"'{f.name}' belongs to a {owner}(sparse=True): gradients are summed over ranks in "
-            f"dense buffers; build it with sparse=False"
         )
     if hasattr(parameter, "fsdp_pre_all_gather"):
         return (
@@ -146,27 +138,15 @@ def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
             f"fsdp_pre_all_gather, which would never be called: wrap plain parameters; to send "
             f"8 bits for each weight, use precision=sw.Precision(weights='mxfp8')"
         )
-    if _has_own_operations(parameter):
-        return (
-            f"'{f.name}' is a {type(parameter).__name__}, a tensor with operations of its own, "
-            f"and flat buffers keep plain numbers: wrap plain parameters, or pass it as "
-            f"ignored_params"
-        )
-    if parameter.numel() == 0:
-        return (
-            f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in "
-            f"ignored_params"
-        )
-    return None
-
-
-def _has_own_operations(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a tensor subclass, other than DTensor, that overrides torch's
-    operations."""
     kinds = {*type(parameter).__mro__} - {nn.Parameter, torch.Tensor}
     overrides = ("__torch_function__", "__torch_dispatch__")
-    overriding = any(name in vars(kind) for kind in kinds for name in overrides)
-    return overriding and not isinstance(parameter, DTensor)
+    plain = is_dtensor or not any(name in vars(kind) for kind in kinds for name in overrides)
+    if not plain or parameter.numel() == 0:
+        return (
+            f"'{f.name}' is a {type(parameter).__name__} of shape {list(parameter.shape)}, and "
+            f"flat buffers keep plain numbers, at least one: pass it as ignored_params"
+        )
+    return None
 
 
 def _expert_problems(
@@ -174,41 +154,27 @@ def _expert_problems(
 ) -> list[str]:
     """Problems with experts that are spread over ranks. Experts must be sharded over ranks with the
     same experts, and other parameters over all ranks that have tokens."""
-    linears = [(spread_linear(f), f, mesh) for f, mesh in found]
-    spread = [(x.axis, f, mesh) for x, f, mesh in linears if x is not None and x.axis is not None]
     inside = [m for root in roots for m in root.modules() if isinstance(m, GroupedLinear)]
-    all_axes = [m.axis for m in inside if m.is_spread and m.axis is not None]
-    exchanges = {axis.peers for axis in all_axes if not axis.pretends}
-    mixed: list[str] = []
-    partial: list[str] = []
-    for linear, f, mesh in linears if exchanges else ():
-        ranks = sorted(mesh.mesh.flatten().tolist())
-        if linear is None:
-            not_inside = [list(peers) for peers in exchanges if not {*peers} <= {*ranks}]
-            if not_inside:
-                partial.append(
-                    f"'{f.name}' is no expert: ranks {not_inside[0]} exchange tokens, so its "
-                    f"gradient is summed over all these ranks, but this mesh has ranks {ranks}. "
-                    f"Use a mesh of all ranks that have tokens"
-                )
-        elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
-            mixed.append(
-                f"'{f.name}' holds {experts_text(f)}, and this mesh of ranks {ranks} has ranks "
-                f"with other experts. Wrap the block with meshes={{'*.experts': grid['dp']}}, or "
-                f"wrap the experts before it: fully_shard(layer.experts, mesh=grid['dp'])"
-            )
-    problems = [
-        texts[0] + (f" (and so for {len(texts) - 1} more)" if len(texts) > 1 else "")
-        for texts in (mixed, partial)
-        if texts
-    ]
-    axes = {(mesh, axis.peers) for axis, _, mesh in spread}
-    if len(axes) > len({mesh for mesh, _ in axes}):
-        problems.append(
-            f"experts spread over different ranks, {sorted(peers for _, peers in axes)}, share a "
-            f"mesh: wrap the experts of each layer in a call of their own"
-        )
-    return problems
+    axes = [m.axis for m in inside if m.is_spread and m.axis is not None]
+    exchanges = {axis.peers for axis in axes if not axis.pretends}
+    problems: dict[str, list[str]] = {}  # the names, by problem
+    for f, mesh in found if exchanges else ():
+        linear, ranks = spread_linear(f), sorted(mesh.mesh.flatten().tolist())
+        if linear is None and not all({*peers} <= {*ranks} for peers in exchanges):
+            problem = "no expert, so its gradient is a sum over all ranks that exchange tokens "
+            problem += f"({sorted(exchanges)}): use a mesh of these ranks, not of {ranks}"
+        elif linear and linear.axis and len({*ranks}.intersection(linear.axis.peers)) > 1:
+            problem = f"spread over ranks of which the mesh {ranks} has several"
+            problem += ". Wrap the block with meshes={'*.experts': grid['dp']}, or wrap the "
+            problem += "experts before it: fully_shard(layer.experts, mesh=grid['dp'])"
+        else:
+            continue
+        problems.setdefault(problem, []).append(f.name)
+    shared = {(mesh, x.axis.peers) for f, mesh in found if (x := spread_linear(f)) and x.axis}
+    if len(shared) > len({mesh for mesh, _ in shared}):
+        problem = "spread over different ranks and share a mesh: wrap the experts of each layer in "
+        problems[problem + "a call of their own"] = ["experts"]
+    return [f"{quoted(names)}: {problem}" for problem, names in problems.items()]
 
 
 def mesh_problems(

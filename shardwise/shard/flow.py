@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core import comm
-from shardwise.core.memory import CACHING, Source, TracePool
+from shardwise.core.memory import CACHING, Caching, TracePool
 from shardwise.core.mesh import separate
 from shardwise.core.streams import Lanes
 
@@ -47,7 +47,7 @@ class Flow:
         memory: str = "caching",
     ) -> None:
         self.lanes = lanes or Lanes(device)
-        self.source: Source = TracePool() if memory == "trace" else CACHING
+        self.source: Caching | TracePool = TracePool() if memory == "trace" else CACHING
         # Each reduction more under way adds the gradients of a unit to the peak of memory.
         self.max_reductions = 1
         self.offloads = False  # whether gradients go to the host

@@ -34,7 +34,7 @@ from shardwise.core.buffer import Buffer
 from shardwise.core.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.core.division import Shares, Span, replica_shares
 from shardwise.core.layout import Layout
-from shardwise.core.memory import CACHING, Block, Source, counted
+from shardwise.core.memory import CACHING, Block, Caching, TracePool, counted
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import PARTIAL, SHARD, Placements, steps
 from shardwise.core.tensor import UNREDUCED, ShardedTensor, over_piece
@@ -58,7 +58,7 @@ class Gradients:
         self.keep = False  # whether this microbatch is kept unreduced
         self._final = True  # whether this microbatch is the last of its step, as the user said
         self.unused = "none"
-        self.source: Source = CACHING
+        self.source: Caching | TracePool = CACHING
         # Called when a gradient has come (from autograd, or a delayed one from a kernel).
         self.arrived: Callable[[], None] = lambda: None
         self.missing: set[int] = set()  # what this backward will bring and has not brought

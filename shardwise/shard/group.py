@@ -44,28 +44,31 @@ from shardwise.shard.parameter import AnyLeaf, carry_attributes, leaf_over
 
 
 class Planes:
-    """The weights of a group at one placement, as its codec stores them: one block of memory for
-    each buffer of the codec."""
+    """The weights of a group at one placement, as a codec stores them: one block of memory for each
+    buffer of the codec. They are made from a source: main, or other planes.
+
+        main --encode--> | part | --gather over each axis--> | whole buffers |
+    """
 
     def __init__(
         self,
+        source: Buffer | Planes,
         codec: Codec,
-        layout: Layout,
-        ranks: Ranks,
         placements: Sequence[Placement],
         device: torch.device,
         kind: str = "compute",
     ) -> None:
-        self.placements, self.layout, self.ranks = tuple(placements), layout, ranks
-        self.codec, self.dtype = codec, codec.dtype
-        self.first, count = ranks.held(self.placements, layout.num_shards)
-        self.sizes = [size for _, size in codec.room(layout)]  # of a shard, in each buffer
-        self.blocks = [
-            Block(count * size, dtype, device, kind, lane="gather")
-            for dtype, size in codec.room(layout)
-        ]
+        self.source, self.codec, self.placements = source, codec, tuple(placements)
+        self.layout: Layout = source.layout
+        self.ranks: Ranks = source.ranks
+        self.dtype = codec.dtype
+        self.first_shard, count = self.ranks.held(self.placements, self.layout.num_shards)
+        room = codec.room(self.layout)
+        self.sizes = [size for _, size in room]  # of a shard, in each buffer
+        self.blocks = [Block(count * n, dtype, device, kind, lane="gather") for dtype, n in room]
         # How often main had been written when these were made; None: never, or released since.
         self.made_from: int | None = None
+        self._steps: _Steps | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -84,16 +87,54 @@ class Planes:
             block.release(CACHING)
         self.made_from = None
 
-    def part(self, placements: Sequence[Placement]) -> list[Tensor]:
+    def make(self, writes: int) -> comm.Pending:
+        """Make the weights from a main that was written so often; the caller waits for the last
+        collective. (Each collective sends what the one before it received.)"""
+        source, pending = self.source, comm.Pending()
+        passing = isinstance(source, Planes) and not source.live
+        if isinstance(source, Planes) and source.made_from != writes:
+            source.acquire()
+            source.make(writes).wait()
+        if self._steps is None:
+            self._steps = self._planned()
+        encoded, stages = self._steps
+        if encoded is not None:
+            numbers = source.tensors[0] if isinstance(source, Planes) else source.flat
+            self.codec.encode(numbers, encoded, self.layout, source.first_shard)
+        for pairs, axis in stages:
+            pending.wait()
+            pending = comm.all_gather_together(pairs, axis)
+        if passing:
+            source.release()  # type: ignore[union-attr]
+        self.made_from = writes
+        return pending
+
+    def _planned(self) -> _Steps:
+        source, placements = self.source, list(self.source.placements)
+        if isinstance(source, Planes):
+            as_it_lies, sent = source.codec is self.codec, source.tensors
+        else:
+            same_device = source.flat.device == self.blocks[0].tensor.device
+            as_it_lies, sent = self.codec.is_plain(source.dtype) and same_device, [source.flat]
+        encoded = None if as_it_lies else self._part(placements)
+        stages, part = [], encoded or sent
+        for axis, _, there in steps(tuple(placements), self.placements):
+            placements[axis] = there
+            more = self._part(placements)
+            stages.append((list(zip(more, part, strict=True)), self.ranks.axes[axis]))
+            part = more
+        return encoded, stages
+
+    def _part(self, placements: Sequence[Placement]) -> list[Tensor]:
         """The range of each buffer that a rank with these placements holds."""
         first, count = self.ranks.held(placements, self.layout.num_shards)
-        begin = first - self.first
+        begin = first - self.first_shard
         pairs = zip(self.tensors, self.sizes, strict=True)
         return [tensor[begin * size : (begin + count) * size] for tensor, size in pairs]
 
 
-# One gather: what main is encoded to (None: nothing is), and for each axis the pairs (whole, part).
-_Plan = tuple[list[Tensor] | None, list[tuple[list[tuple[Tensor, Tensor]], comm.Axis]]]
+# What the source is encoded to (None: sent as it lies), then for each axis the pairs (whole, part).
+_Steps = tuple[list[Tensor] | None, list[tuple[list[tuple[Tensor, Tensor]], comm.Axis]]]
 
 
 class Group:
@@ -167,25 +208,21 @@ class Group:
         self.persistent = SHARD not in self.placements.compute
         self.aliased = held_whole and codec.is_plain(main.dtype) and main.flat.device == device
         self.whole: Planes | None = None
-        self._staged: Planes | None = None
-        self._numbers: Planes | None = None  # gathered, if every rank encodes all of them
         self._kept: list[Block] = []  # 1/k of the weights, between forward and backward
         self._kept_from: int | None = None
         self._kept_axis: comm.Axis | None = None
-        self._plans: dict[int, _Plan] = {}
         self._gathers: list[comm.Pending] = []
         self._ready: Any = None  # an event after the gather, for the compute lane to wait for
         self.awaited: int | None = None  # writes to main that the gather lane has waited for
         if not self.aliased:
-            self.whole = Planes(codec, self.layout, self.ranks, everywhere, device)
-            sent = codec
-            if codec.staged_because(self.layout):
-                args = self.layout, self.ranks, everywhere, device, "staging"
-                self._numbers = Planes(sent := Cast(dtype), *args)
-                self._numbers.release()
+            source: Buffer | Planes = main
+            sent = Cast(dtype) if codec.staged_because(self.layout) else codec
             if not self.persistent and self.placements.compute != self.placements.main:
-                compute = self.placements.compute
-                self._staged = Planes(sent, self.layout, self.ranks, compute, device)
+                source = Planes(main, sent, self.placements.compute, device)
+            if sent is not codec:  # every rank encodes all of the gathered numbers
+                source = Planes(source, sent, everywhere, device, "staging")
+                source.release()
+            self.whole = Planes(source, codec, everywhere, device)
         trained = self._followed = [parameter.requires_grad for parameter in self.sharded]
         self.unsharded: list[AnyLeaf] = [
             leaf_over(view, tile, requires_grad)
@@ -207,8 +244,12 @@ class Group:
     @property
     def blocks(self) -> list[Block]:
         """The memory of compute weights beside main."""
-        planes = self.whole, self._staged, self._numbers
-        return [block for p in planes if p is not None for block in p.blocks]
+        blocks: list[Block] = []
+        planes: Buffer | Planes | None = self.whole
+        while isinstance(planes, Planes):
+            blocks += planes.blocks
+            planes = planes.source
+        return blocks
 
     @property
     def format(self) -> str | None:
@@ -374,9 +415,8 @@ class Group:
                 assert self._kept_axis is not None
                 self._gathers = [comm.all_gather_together(pairs, self._kept_axis)]
             else:
-                self._gathers = [self._bring(whole, writes)]
-        self._kept_from = None
-        whole.made_from = writes
+                self._gathers = [whole.make(writes)]
+        self._kept_from, whole.made_from = None, writes
         self._issued(flow)
 
     def _prepare(self, flow: Flow) -> None:
@@ -393,56 +433,6 @@ class Group:
         if event is not None:
             wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")
             self.main.reading = partial(wait, event)
-
-    def _bring(self, whole: Planes, writes: int) -> comm.Pending:
-        """Issue the collectives that make whole weights from main."""
-        numbers = self._numbers
-        if numbers is None:
-            return self._gathered(whole, writes)
-        numbers.acquire()
-        self._gathered(numbers, writes).wait()
-        self.codec.encode(numbers.tensors[0], whole.tensors, self.layout, 0)
-        numbers.release()
-        return comm.Pending()
-
-    def _gathered(self, out: Planes, writes: int) -> comm.Pending:
-        staged = self._staged
-        if staged is None:
-            return self._run(out, self.placements.main)
-        if staged.made_from != writes:
-            self._run(staged, self.placements.main).wait()
-            staged.made_from = writes
-        return self._run(out, staged.placements, staged.tensors)
-
-    def _run(
-        self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None = None
-    ) -> comm.Pending:
-        """Fill ``out`` from ``sent``, which has these placements, or by encoding main. Each stage
-        sends what the one before it received, so all but the last are waited for."""
-        plan = self._plans.get(id(out))
-        if plan is None:
-            plan = self._plans[id(out)] = self._planned(out, here, sent)
-        place, stages = plan
-        if place is not None:
-            out.codec.encode(self.main.flat, place, self.layout, self.main.first_shard)
-        pending = comm.Pending()
-        for pairs, axis in stages:
-            pending.wait()
-            pending = comm.all_gather_together(pairs, axis)
-        return pending
-
-    def _planned(self, out: Planes, here: Sequence[Placement], sent: list[Tensor] | None) -> _Plan:
-        placements, stages, main = list(here), [], self.main.flat
-        part, changes = out.part(placements), steps(tuple(here), out.placements)
-        if sent is None and out.codec.is_plain(main.dtype) and main.device == part[0].device:
-            sent = [main]  # as it lies
-        place = part if sent is None else None
-        for axis, _, there in changes:
-            placements[axis] = there
-            more = out.part(placements)
-            stages.append((list(zip(more, sent or part, strict=True)), self.ranks.axes[axis]))
-            part, sent = more, None
-        return place, stages
 
     def _arrive(self) -> None:
         """Wait for the collectives under way. If one fails, nothing counts as gathered."""

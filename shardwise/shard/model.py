@@ -261,14 +261,6 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
     stored = [how for unit in in_fp8 for how in unit.stored.values()]
     for problem in stores_nothing(in_fp8[0].precision.format, stored) if in_fp8 else ():
         raise ValueError(problem)
-    planned = any(group.device.type == "meta" for unit in units for group in unit.groups)
-    empty = [] if planned else [name for name, buffer in root.named_buffers() if buffer.is_meta]
-    if empty:
-        raise RuntimeError(
-            f"buffers {empty} are on the meta device and have no values yet: call "
-            f"model.to_empty(device=...) and compute them again before the first forward (a state "
-            f"dict has no buffers with persistent=False)"
-        )
     plain = [
         name
         for name, p in root.named_parameters()
@@ -280,9 +272,4 @@ def _check_first_forward(root: nn.Module, units: dict[Unit, str]) -> None:
             f"{quoted(plain)} is trained and in no unit: nothing would average its gradient over "
             f"the ranks. Wrap the module that holds it (the model itself, after its blocks), or "
             f"pass it in ignored_params of a unit"
-        )
-    devices = {group.device for unit in units for group in unit.groups}
-    if len(devices) > 1:
-        raise RuntimeError(
-            f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )

@@ -250,45 +250,36 @@ class ShardedModule(FSDPModule):
         axes = [axis for group in groups for axis in group.ranks.axes]
         runtime.separate_reductions(axes if enable else [])
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        if enable:
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: a buffer keeps one storage for "
-                "all its life, so that views saved by autograd survive a release. NCCL's allocator "
-                "cannot resize such a storage"
-            )
-
     def _set(self, recurse: bool, **settings: Any) -> None:
         for unit in units_of(self) if recurse else [self._shardwise_unit]:  # type: ignore[arg-type]
             vars(unit).update(settings)
 
 
-_BY_THE_MESH = (
-    "all collectives are issued by sw.comm, which counts them and knows the backend. Choose "
-    "the communicator by the mesh"
+# Methods of torch's FSDPModule that cannot work.
+REFUSED = (
+    "set_all_reduce_hook",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_symm_mem_for_comm",
+    "set_allocate_memory_from_process_group_for_comm",
 )
-# Methods of torch's FSDPModule that cannot work, and the reasons.
-REFUSED = {
-    "set_all_reduce_hook": "gradients go to their main placement in one chain of collectives; "
-    "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook",
-    "set_custom_all_gather": f"{_BY_THE_MESH}: pass DeviceMesh.from_group(your_group, ...) as mesh",
-    "set_custom_reduce_scatter": f"{_BY_THE_MESH}, or give reductions their own with "
-    "set_separate_reduce_scatter_group()",
-    "set_symm_mem_for_comm": "symmetric memory cannot be resized, and weights are released by "
-    "resizing their storage",
-}
 
 
-def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
+def _refusal(name: str) -> Callable[..., NoReturn]:
     def refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name}: {reason}")
+        raise NotImplementedError(
+            f"{name}: sw.comm issues all collectives, and memory comes and goes by resizing "
+            f"storages. Choose the communicator by the mesh (DeviceMesh.from_group), give "
+            f"reductions their own with set_separate_reduce_scatter_group(), and express an outer "
+            f"reduction as a mesh axis (placements=sw.hsdp())"
+        )
 
     method = getattr(FSDPModule, name, None)  # not in every torch that we support
     return refused if method is None else functools.wraps(method)(refused)
 
 
-for _name, _reason in REFUSED.items():
-    setattr(ShardedModule, _name, _refusal(_name, _reason))
+for _name in REFUSED:
+    setattr(ShardedModule, _name, _refusal(_name))
 
 
 def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:

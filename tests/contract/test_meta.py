@@ -212,28 +212,3 @@ def test_modules_may_be_materialised_one_by_one(rank: int, world_size: int, stra
             module.reset_parameters()
     assert_parameters_equal(net, plain, tolerance=0.0)
     check_backward(net, plain, word_loss, rank, world_size)
-
-
-class Rotating(nn.Module):
-    """A linear layer beside frequencies that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("frequencies", torch.ones(8), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.frequencies)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2)
-def test_a_forward_before_buffers_have_values_names_them(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    with torch.device("meta"):
-        net: Any = Rotating()
-    wrap(net, world_size, strategy)
-    net.load_state_dict(Rotating().state_dict(), assign=True)
-    message = raised(lambda: net(torch.ones(2, 8)), RuntimeError)
-    assert "['frequencies'] are on the meta device" in message and "persistent" in message, message

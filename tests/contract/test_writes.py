@@ -45,22 +45,6 @@ def test_a_write_to_whole_main_weights_is_kept(rank: int, world_size: int) -> No
 # ------------------------------------------------------------------------------ sparse gradients
 
 
-@on_ranks(2)
-def test_embeddings_with_sparse_gradients_are_refused_at_wrapping(
-    rank: int, world_size: int
-) -> None:
-    mesh, messages = mesh_of(world_size), []
-    for made in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True)):
-        model = nn.Sequential(made)
-        for wrap in (sw.fully_shard, sw.data_parallel):
-            messages.append(raised(lambda wrap=wrap, m=model: wrap(m, mesh=mesh), ValueError))
-        assert type(made.weight) is nn.Parameter
-    made.weight.requires_grad_(False)
-    sw.fully_shard(model, mesh=mesh)  # no gradient, no problem
-    for message in messages:
-        assert "'0.weight'" in message and "sparse=True" in message and "sparse=False" in message
-
-
 # ------------------------------------------------------------------------------ tensor subclasses
 
 

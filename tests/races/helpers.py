@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from shardwise.shard.group import Planes
 from shardwise.shard.module import units_of
 from tests import models
 from tests.models import STRATEGIES, Model, loss_of, make_model, shard_model, tokens
@@ -63,10 +64,12 @@ def name_memory(checker: Checker, model: nn.Module) -> None:
         for number, group in enumerate(unit.groups):
             of = f"{unit.name} group {number}"
             checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
-            kinds = (group.whole, "whole"), (group._staged, "staged"), (group._numbers, "numbers")
-            for planes, what in kinds:
-                for block in planes.blocks if planes is not None else ():
+            planes: Any = group.whole
+            while isinstance(planes, Planes):
+                what = "whole" if planes is group.whole else "made on the way to whole"
+                for block in planes.blocks:
                     checker.name(block.tensor, f"{what} of {of}")
+                planes = planes.source
 
 
 def backward(model: nn.Module, microbatch: int = 0, *, keep: bool = False) -> torch.Tensor:

@@ -297,7 +297,6 @@ def test_all_problems_are_named_at_once() -> None:
         (lambda: plan(nn.Identity(), {"dp": 2}), "no parameters"),
         (lambda: plan(small(), {"dp": 2}, wrap=[nn.Linear(2, 2)]), "not part of the model"),
         (lambda: plan(nn.ModuleList([nn.Linear(2, 2)]), {"dp": 2}), "do not implement forward"),
-        (lambda: plan(nn.Embedding(4, 2, sparse=True), {"dp": 2}), "build it with sparse=False"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()

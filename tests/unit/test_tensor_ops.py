@@ -206,10 +206,6 @@ def check_copies(rank: int, world_size: int, *case: Any) -> None:
             tensor.copy_(chunked)
             check(tensor, others[name])
             check(tensor + chunked, others[name] * 2)
-            chunked.add_(tensor)
-            assert torch.equal(chunked.full_tensor(), others[name] * 2)
-            chunked.copy_(tensor)
-            assert torch.equal(chunked.full_tensor(), others[name])
         assert torch.equal(torch.empty(tensor.shape).copy_(tensor), tensor.full_tensor())
         with pytest.raises(NotImplementedError, match="shape"):
             tensor.copy_(torch.zeros(2, 99))
@@ -219,12 +215,10 @@ def check_copies(rank: int, world_size: int, *case: Any) -> None:
         check(tensor, fulls[name] + others[name])
         check(tensor.lerp(moved[name], 1.0), others[name])
         if not tensor.cut.matches(moved[name].cut):
-            for what in (
-                lambda one=tensor, other=moved[name]: torch.mul(one, 2.0, out=other),
-                lambda one=tensor, other=moved[name]: one + other.detach().requires_grad_(),
-            ):
-                with pytest.raises(NotImplementedError, match=f"'{name}'.*in another way"):
-                    what()
+            with pytest.raises(NotImplementedError, match=f"'{name}'.*in another way"):
+                torch.mul(tensor, 2.0, out=moved[name])
+            with pytest.raises(NotImplementedError, match=f"'{name}'.*in another way"):
+                tensor + moved[name].detach().requires_grad_()
 
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=str)
@@ -256,13 +250,8 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
             pytest.fail(f"not refused: {what()!r}")
     with pytest.raises(RuntimeError, match=r"'wide'.*sw.full_state_dict\(model\)"):
         safetensors.torch.save({"wide": tensor})
-    with pytest.raises(NotImplementedError, match=r"initialise values = .*p.copy_\(values\)"):
+    with pytest.raises(NotImplementedError, match=r"'wide'.*copy_\(values\)"):
         nn.init.orthogonal_(tensor)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor.* wrapped module",
-    ):
-        tensor.resize_(3, 3)
     values, alias = torch.randn(7, 13), tensor.detach()
     tensor.data = values
     check(tensor, values)
