@@ -29,8 +29,8 @@ FAULTS = {
     ),
     "hfsdp: what the outer axis brought is never brought again": (
         "shard/group.py",
-        "if staged.made_from != writes:",
-        "if staged.made_from is None:",
+        "isinstance(source, Planes) and source.made_from != writes:",
+        "isinstance(source, Planes) and source.made_from is None:",
     ),
     "reshard_after_forward=k: a part of before the step is gathered": (
         "shard/group.py",
