@@ -312,9 +312,9 @@ class SharedNet(Net):
 def test_tied_weights_are_one_parameter(
     rank: int, world_size: int, strategy: str, kind: str
 ) -> None:
-    net, plain = pair(SharedNet if kind == "shared" else TiedNet)
     if strategy == "data_parallel":
         kind = "tied"  # one unit has everything
+    net, plain = pair(SharedNet if kind == "shared" else TiedNet)
     if kind == "list":  # tied across the modules of one unit
         sw.fully_shard([net.embedding, net.head], **options_for(strategy, world_size))
     if kind == "shared":
