@@ -152,17 +152,6 @@ def record() -> Iterator[list[Call]]:
         _recorders[:] = [other for other in _recorders if other is not calls]
 
 
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Count no collectives while the context is open, because the caller has counted them."""
-    recorders = _recorders[:]
-    _recorders.clear()
-    try:
-        yield
-    finally:
-        _recorders[:] = recorders
-
-
 def recorded(
     operation: str, axis: str, size: int, nbytes: int, arriving: int | None = None
 ) -> None:
@@ -285,42 +274,31 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
     return axis.backend_for(tensor) == "gloo"
 
 
-def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
-    """The device to copy the tensor to, if this axis cannot send it from where it is: gloo reads
-    host memory, NCCL device memory."""
-    backend = axis.backend_for(tensor)
-    if axis.group is None:
-        return None
-    if tensor.device.type != "cpu" and backend == "gloo":
-        return torch.device("cpu")
+def _ran_elsewhere(
+    axis: Axis, out: Tensor, again: Callable[[Tensor, torch.device], Pending]
+) -> bool:
+    """Run the collective on another device, where the axis cannot send from the memory of ``out``:
+    gloo reads host memory, NCCL device memory."""
+    backend, place = axis.backend_for(out), torch.device("cpu")
+    if axis.group is None or (backend and (out.device == place or backend != "gloo")):
+        return False
     if backend is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return None
+        place = torch.device("cuda", torch.cuda.current_device())
+    moved = torch.empty(out.shape, dtype=out.dtype, device=place)
+    again(moved, place).wait()
+    out.copy_(moved)
+    return True
 
 
-def _begun(
-    operation: str,
-    axis: Axis,
-    out: Tensor,
-    again: Callable[[Tensor, torch.device], Pending],
-    nbytes: int,
-    arriving: int | None = None,
-) -> Pending | None:
-    """Count a collective. Return it, if nothing is left to do: in a plan, whose meta tensors have
-    no bytes to send (gloo goes on, because it receives into memory that plans count too), and where
-    the axis cannot send from the memory of ``out``: then ``again`` runs it on another device."""
+def _counted_only(
+    operation: str, axis: Axis, out: Tensor, nbytes: int, arriving: int | None = None
+) -> bool:
+    """Count a collective, and whether this is all: in a plan, whose meta tensors have no bytes to
+    send (gloo goes on, because it receives into memory that plans count too)."""
     if observer is not None:
         observer.issued(Call(operation, axis.name, axis.size, nbytes, arriving), axis)
     recorded(operation, axis.name, axis.size, nbytes, arriving)
-    if out.is_meta and axis.pretends and not _by_messages(axis, out):
-        return _DONE
-    if (place := _elsewhere(axis, out)) is None:
-        return None
-    moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-    with uncounted():
-        again(moved, place).wait()
-    out.copy_(moved)
-    return _DONE
+    return out.is_meta and axis.pretends and not _by_messages(axis, out)
 
 
 def _no_float8(operation: str, tensor: Tensor) -> None:
@@ -361,9 +339,9 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
             all_gather(out, shard, axis).wait()
         return all_gather(moved, parts[0][1].to(place), axis)
 
-    done = _begun("all_gather", axis, first, again, sum(out.nbytes for out, _ in parts))
-    if done is not None:
-        return done
+    nbytes = sum(out.nbytes for out, _ in parts)
+    if _ran_elsewhere(axis, first, again) or _counted_only("all_gather", axis, first, nbytes):
+        return _DONE
     if _by_messages(axis, first):
         chunks = [out.view(-1).chunk(axis.size) for out, _ in parts]
         return _messages("all_gather", axis, *(([c[axis.rank]] * axis.size, c) for c in chunks))
@@ -391,8 +369,8 @@ def reduce_scatter(
             out.div_(divisor)
         return _DONE
     again = lambda moved, place: reduce_scatter(moved, full.to(place), axis, divisor=divisor)  # noqa: E731
-    if (done := _begun("reduce_scatter", axis, out, again, full.nbytes)) is not None:
-        return done
+    if _ran_elsewhere(axis, out, again) or _counted_only("reduce_scatter", axis, out, full.nbytes):
+        return _DONE
     if _by_messages(axis, full):
         parts = full.view(-1).chunk(axis.size)
         terms = [part if r == axis.rank else _room_for(part) for r, part in enumerate(parts)]
@@ -481,8 +459,9 @@ def all_reduce(
             tensor.div_(divisor)
         return _DONE
     again = lambda moved, _: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)  # noqa: E731
-    if (done := _begun("all_reduce", axis, tensor, again, tensor.nbytes)) is not None:
-        return done
+    nbytes = tensor.nbytes
+    if _ran_elsewhere(axis, tensor, again) or _counted_only("all_reduce", axis, tensor, nbytes):
+        return _DONE
     if _by_messages(axis, tensor):
         return _all_reduce_messages(axis, tensor.view(-1), op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
@@ -526,9 +505,9 @@ def all_to_all(
     width, here = source.element_size(), axis.rank
     sent, arriving = sum(sizes) - sizes[here], sum(out_sizes) - out_sizes[here]
     again = lambda moved, place: all_to_all(moved, source.to(place), out_sizes, sizes, axis)  # noqa: E731
-    done = _begun("all_to_all", axis, out, again, sent * width, arriving * width)
-    if done is not None:
-        return done
+    nbytes = sent * width, arriving * width
+    if _ran_elsewhere(axis, out, again) or _counted_only("all_to_all", axis, out, *nbytes):
+        return _DONE
     lengths = list(out_sizes), list(sizes)
     if _by_messages(axis, out):
         incoming, outgoing = out.split(lengths[0]), source.split(lengths[1])
@@ -544,8 +523,9 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     if axis.size == 1:
         return _DONE
     again = lambda moved, _: broadcast(moved.copy_(tensor), axis, source)  # noqa: E731
-    if (done := _begun("broadcast", axis, tensor, again, tensor.nbytes)) is not None:
-        return done
+    nbytes = tensor.nbytes
+    if _ran_elsewhere(axis, tensor, again) or _counted_only("broadcast", axis, tensor, nbytes):
+        return _DONE
     dist.broadcast(_wire(tensor), axis.peers[source], group=axis.group)
     return _DONE
 

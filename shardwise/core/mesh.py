@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -176,33 +175,7 @@ class Ranks:
         names = self.mesh.mesh_dim_names
         assert names is not None, "a mesh of several axes is named, checked at construction"
         chosen = tuple(itertools.compress(names, flags))
-        if problem := order_problem(self.mesh[chosen], joint=True):
-            raise ValueError(f"{' and '.join(chosen)} as one axis: {problem}")
         return comm.as_axis(flattened(self.mesh, chosen).get_group(), "+".join(chosen))
-
-
-def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
-    """The reason why the ranks of a mesh cannot be used in this order, or None. torch sorts the
-    ranks of every process group, so with another order a rank and its neighbours on the other axes
-    may have different places in their groups. ``joint``: check all axes as one axis, too."""
-    if isinstance(mesh, PretendedMesh):
-        return None
-    grid = mesh.mesh.cpu().numpy()
-    places = [grid.argsort(axis).argsort(axis) for axis in range(grid.ndim)]  # in the groups
-    fits = all(
-        (places[axis] == places[axis].take([0], other)).all()
-        for axis, other in itertools.permutations(range(grid.ndim), 2)
-    )
-    if fits and joint:
-        in_order = numpy.ravel_multi_index(places, grid.shape).flatten()[grid.flatten().argsort()]
-        fits = bool((in_order == numpy.arange(grid.size)).all())
-    if fits:
-        return None
-    return (
-        f"the mesh {grid.tolist()} has its ranks in another order than torch's process groups, "
-        f"which are sorted, so replicas of a shard would not meet: let ranks ascend along every "
-        f"axis{' and from row to row' if joint else ''}, as init_device_mesh does"
-    )
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.core.agreement import UNSUPPORTED
 from shardwise.core.hooks import OWNER
 from shardwise.core.layout import Grain
-from shardwise.core.mesh import order_problem
 from shardwise.core.placements import SHARD, Placements
 from shardwise.core.tensor import ShardedTensor
 from shardwise.core.tile import tile_problem
@@ -85,7 +84,6 @@ def wrapping_problems(job: Wrapping) -> list[str]:
             problems.append(problem)
     for mesh in job.ranks:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, job.placements)
-        problems += filter(None, [order_problem(mesh)])
     if job.precision.products == "native" and (problem := native_problem(job.device)):
         problems.append(f"Precision(products='native'): {problem}")
     return problems + _expert_problems(job.roots, pairs)

@@ -22,7 +22,6 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
-    check_backward,
     pair,
     raised,
     ranks_for,
@@ -106,33 +105,6 @@ def test_microbatches_add_up_however_they_are_announced(
     strategy: str, how: str, set_to_none: bool
 ) -> None:
     run_ranks(accumulate, ranks_for(strategy), strategy, how, set_to_none)
-
-
-@pytest.mark.parametrize("how", ["no sync", "last backward"])
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_microbatches_add_up_in_mixed_precision(strategy: str, how: str) -> None:
-    run_ranks(accumulate, ranks_for(strategy), strategy, how, True, True)
-
-
-@pytest.mark.parametrize("how", ["all reduce", "last backward"])
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-@on_ranks(4)
-def test_the_outer_axis_is_reduced_on_the_last_microbatch_only(
-    rank: int, world_size: int, strategy: str, how: str
-) -> None:
-    """Over the outer axis gradients go once per step; over the inner one every time."""
-    net = wrap(Net(), world_size, strategy)
-    inner: list[int] = []
-    outer: list[int] = []
-    for microbatch in range(MICROBATCHES):
-        announce(net, how, microbatch == MICROBATCHES - 1)
-        with sw.comm.record() as calls:
-            word_loss(net, rank, microbatch).backward()
-        reductions = [call for call in calls if call.operation in REDUCTIONS]
-        inner.append(sum(call.axis == "dp" for call in reductions))
-        outer.append(sum(call.axis == "dp_outer" for call in reductions))
-    assert inner[0] == inner[1] == inner[2] > 0, inner
-    assert outer[0] == outer[1] == 0 and outer[2] > 0, outer
 
 
 class Late(nn.Module):
@@ -245,23 +217,6 @@ def test_zero_grad_of_a_model_drops_microbatches_that_wait(
             one.step()
             one.zero_grad()
         assert_parameters_equal(net, plain, 1e-5)
-
-
-@pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2)
-def test_zero_grad_while_weights_are_gathered_by_hand(
-    rank: int, world_size: int, strategy: str, wait: bool
-) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    net.set_requires_gradient_sync(not wait)
-    word_loss(net, rank, 1).backward()
-    net.blocks[0].unshard()
-    net.zero_grad()
-    net.blocks[0].reshard()
-    net.set_requires_gradient_sync(True)
-    check_backward(net, plain, word_loss, rank, world_size, 2)
 
 
 class Choosing(nn.Module):

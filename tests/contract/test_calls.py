@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How units are called: often, never, in any order, without gradients, with any structure."""
+"""Models whose units are called in odd ways, and odd steps: each trains as plain torch does."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,18 +15,19 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from tests.contract.helpers import (
-    MAIN_STRATEGIES,
     WIDTH,
+    WORDS,
     Block,
-    Loss,
     Net,
     assert_at_rest,
     assert_close,
     assert_gradients_equal,
+    assert_parameters_equal,
     average_gradients,
     check_backward,
     options_for,
     pair,
+    raised,
     ranks_for,
     transient_bytes,
     vector_loss,
@@ -33,87 +36,26 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
-WITH_BUCKETS = (*MAIN_STRATEGIES, "data_parallel")
+WITH_BUCKETS = ("zero0", "zero3", "hfsdp", "data_parallel")
+Forward = Callable[[Any, Tensor], Any]
 
-
-def check(
-    net: Any, plain: Any, loss: Loss, rank: int, world_size: int, before: dict[str, int]
-) -> None:
-    """One backward on both sides; gradients equal, everything at rest, gradients dropped."""
-    check_backward(net, plain, loss, rank, world_size)
-    assert_at_rest(net, before)
-    for model in (net, plain):
-        model.zero_grad()
+# ------------------------------------------------------------------------------ models
 
 
-# ------------------------------------------------------------------------------ without gradients
+class Freely(nn.Module):
+    """Units, called as a function says. ``left``: what their forwards leave behind."""
 
-
-@pytest.mark.parametrize("strategy", WITH_BUCKETS)
-@on_ranks(ranks_for)
-def test_forwards_without_gradients_between_training_steps(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    check(net, plain, word_loss, rank, world_size, before)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            for step in range(2):
-                # Different data, and another number of forwards, than training will see.
-                ours, theirs = net(words(rank, step)), plain(words(rank, step))
-                assert not ours.requires_grad
-                assert_close(ours, theirs, "output", 1e-6)
-    net.eval()
-    assert_close(net(words(rank)).detach(), plain(words(rank)).detach(), "eval output", 1e-6)
-    net.train()
-    check(net, plain, word_loss, rank, world_size, before)
-
-
-@on_ranks(2)
-def test_a_forward_without_gradients_between_forward_and_backward(
-    rank: int, world_size: int
-) -> None:
-    """A no_grad forward between a forward and its backward."""
-    net, plain = pair(Net)
-    wrap(net, world_size)
-    before = transient_bytes()
-    loss = word_loss(net, rank)
-    with torch.no_grad():
-        assert_close(net(words(rank, 1)), plain(words(rank, 1)), "output", 1e-6)
-    loss.backward()
-    average_gradients(plain, word_loss, world_size)
-    assert_gradients_equal(net, plain)
-    assert_at_rest(net, before)
-
-
-class Detached(nn.Module):
-    """A unit whose input carries no gradient, though an earlier unit has parameters."""
-
-    def __init__(self) -> None:
+    def __init__(self, *hows: Forward, make: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.hows, self.step = hows, 0
+        self.left: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.blocks[0](x)
-        second = self.blocks[1](first.detach())
-        return self.blocks[2](second) + first
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3", "hfsdp"])
-@on_ranks(ranks_for)
-def test_detached_inputs(rank: int, world_size: int, strategy: str) -> None:
-    net, plain = pair(Detached)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
-
-
-# ------------------------------------------------------------------------------ how often
+    def forward(self, x: Tensor) -> Any:
+        return self.hows[self.step % len(self.hows)](self, x)
 
 
 class Around(nn.Module):
@@ -127,238 +69,19 @@ class Around(nn.Module):
         return self.inner(x)
 
 
-class Repeated(nn.Module):
-    """Calls its units by a plan: any number of times, in any order."""
+class Recursive(nn.Linear):
+    """A unit that calls itself."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.blocks += [(around := Around()).inner, around]
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.plan = (0, 1, 2)
+        super().__init__(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for number in self.plan:
-            x = self.blocks[number](x)
-        return x if number == 4 else self.head(x)
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x).tanh()
+        return self(x, depth - 1) if depth else x
 
 
-def planned(rank: int, world_size: int, strategy: str, plans: tuple[tuple[int, ...], ...]) -> None:
-    net, plain = pair(Repeated)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for plan in plans:
-        net.plan = plain.plan = plan
-        check(net, plain, vector_loss, rank, world_size, before)
-
-
-@pytest.mark.parametrize("strategy", WITH_BUCKETS)
-def test_a_unit_called_twice_in_one_forward(strategy: str) -> None:
-    plans = ((0, 1, 0, 2), (0, 0, 1, 2), (2, 1, 2, 1, 0), (0, 4, 4, 4))
-    run_ranks(planned, ranks_for(strategy), strategy, plans)
-
-
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-def test_units_called_in_another_order_or_not_at_all(strategy: str) -> None:
-    plans = ((0, 1, 2), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1, 0))
-    run_ranks(planned, ranks_for(strategy), strategy, plans)
-
-
-class WritesOutputs(nn.Module):
-    """Writes to what its units return: views, for a linear reshapes rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = block(x.unsqueeze(0))
-            y += x
-            x = y.relu_().squeeze(0)
-        return x
-
-
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-@on_ranks(ranks_for)
-def test_outputs_that_are_written_in_place(rank: int, world_size: int, strategy: str) -> None:
-    net, plain = pair(WritesOutputs)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
-
-
-@on_ranks(2)
-def test_units_left_out_of_the_very_first_forward(rank: int, world_size: int) -> None:
-    planned(rank, world_size, "zero3", ((1,), (0, 1, 2)))
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "last first"])
-@pytest.mark.parametrize("strategy", WITH_BUCKETS)
-@on_ranks(ranks_for)
-def test_two_forwards_before_two_backwards(
-    rank: int, world_size: int, strategy: str, order: tuple[int, int]
-) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for _ in range(2):
-        losses = [word_loss(net, rank, step) for step in range(2)]
-        # Each backward reduces by itself: the gradients of both add up.
-        for position in order:
-            losses[position].backward()
-        for step in range(2):
-            average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
-        assert_at_rest(net, before)
-        for model in (net, plain):
-            model.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", WITH_BUCKETS)
-@on_ranks(ranks_for)
-def test_backward_twice_over_a_retained_graph(rank: int, world_size: int, strategy: str) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    loss = word_loss(net, rank)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    average_gradients(plain, word_loss, world_size)
-    average_gradients(plain, word_loss, world_size)
-    assert_gradients_equal(net, plain)
-    assert_at_rest(net, before)
-    for model in (net, plain):
-        model.zero_grad()
-    check(net, plain, word_loss, rank, world_size, before)
-
-
-@on_ranks(2)
-def test_forwards_whose_backward_never_comes(rank: int, world_size: int) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size)
-    before = transient_bytes()
-    for step in range(3):
-        assert net(words(rank, step)).requires_grad  # built, and thrown away
-    check(net, plain, word_loss, rank, world_size, before)
-
-
-@on_ranks(2)
-def test_an_inner_unit_called_by_itself(rank: int, world_size: int) -> None:
-    """A wrapped module inside a wrapped model, called by itself before and after the model."""
-    net, plain = pair(Net)
-    wrap(net, world_size)
-    before = transient_bytes()
-
-    def of_block(model: Any, which: int) -> Tensor:
-        return model.blocks[1](vectors(which)).square().mean()
-
-    check(net, plain, word_loss, rank, world_size, before)
-    check(net, plain, of_block, rank, world_size, before)
-    check(net, plain, word_loss, rank, world_size, before)
-
-
-@on_ranks(2)
-def test_an_inner_unit_that_ran_before_its_root(rank: int, world_size: int) -> None:
-    """An inner unit that ran before the root did; the root then takes it over."""
-    net, plain = pair(Net)
-    wrap(net, world_size)
-    before = transient_bytes()
-    with torch.no_grad():
-        ours, theirs = (model.blocks[0](vectors(rank)) for model in (net, plain))
-    assert_close(ours, theirs, "output", 1e-6)
-    for _ in range(2):
-        check(net, plain, word_loss, rank, world_size, before)
-
-
-# ------------------------------------------------------------------------------ inputs and outputs
-
-
-@dataclasses.dataclass
-class Answer:
-    hidden: Tensor
-    note: str
-
-
-pytree.register_dataclass(Answer)
-
-
-@dataclasses.dataclass
-class Unregistered:
-    """A dataclass that torch's pytree knows nothing of, as most models' outputs are."""
-
-    hidden: Tensor
-    note: str
-
-
-class Structured(nn.Module):
-    """Takes and returns tensors in the structure it is told."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.kind = kind
-
-    def forward(self, x: Any, *rest: Any, nested: Any = None, scale: float = 1.0) -> Any:
-        extra = nested["pair"][1] if nested is not None else 0.0
-        a, b = self.first(x), self.second(x + extra) * scale
-        return {
-            "tuple": (a, b, None, 3),
-            "list": [a, [b]],
-            "dict": {"a": a, "b": {"c": b}, "n": 1},
-            "dataclass": Answer(a + b, "ok"),
-            "plain dataclass": Unregistered(a + b, "ok"),
-            "view": (a + b)[:, 1:],
-        }[self.kind]
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    if dataclasses.is_dataclass(value):
-        assert value.note == "ok"
-        value = value.hidden
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-class StructuredNet(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Structured(kind)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x)
-        nested = {"pair": (1, self.inner(x * 2))}
-        out = tensors_of(self.blocks[0](h, "text", None, nested=nested, scale=0.5))
-        assert out
-        return sum((o.square().sum() for o in out), torch.zeros(()))
-
-
-KINDS = ("tuple", "list", "dict", "dataclass", "plain dataclass", "view")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-@on_ranks(2)
-def test_inputs_and_outputs_of_any_structure(
-    rank: int, world_size: int, strategy: str, kind: str
-) -> None:
-    net, plain = pair(lambda: StructuredNet(kind))
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
-    got = net.blocks[0](vectors(rank))
-    want = plain.blocks[0](vectors(rank))
-    assert type(got) is type(want)
-    for ours, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
-        assert_close(ours.detach(), theirs.detach(), kind, 1e-6)
-
-
-class Frozen(nn.Module):
-    """A frozen linear and a trainable one, so that completion needs the inputs' gradients."""
+class Adapted(nn.Module):
+    """A frozen linear before a trained one; its input lies in a nested keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,72 +92,334 @@ class Frozen(nn.Module):
         return {"x": self.top(self.base(box["x"]))}
 
 
-class KeywordNet(nn.Module):
+def called(*plan: int) -> Forward:
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.entry(x)
+        for number in plan:
+            x = model.blocks[number](x)
+        return x
+
+    return run
+
+
+def detached(model: Any, x: Tensor) -> Tensor:
+    first = model.blocks[0](x)
+    return model.blocks[2](model.blocks[1](first.detach())) + first
+
+
+def written(model: Any, x: Tensor) -> Tensor:
+    """Outputs are written in place: views, for a linear reshapes rows."""
+    for block in model.blocks:
+        y = block(x.unsqueeze(0))
+        y += x
+        x = y.relu_().squeeze(0)
+    return x
+
+
+def in_modes(model: Any, x: Tensor) -> Tensor:
+    x = model.entry(x)
+    with torch.no_grad():
+        scale = model.blocks[0](x).abs().mean()
+        with torch.enable_grad():
+            y = model.blocks[1](x)
+    return model.blocks[0](x) / scale + y
+
+
+def in_boxes(model: Any, x: Tensor) -> Tensor:
+    box = {"x": model.entry(x)}
+    for block in model.blocks:
+        box = block(box=box)
+    return box["x"]
+
+
+def leaving(model: Any, x: Tensor) -> Tensor:
+    """Forwards leave losses in a list, whose backward comes through no output of the unit."""
+    for block in model.blocks:
+        handle = block.up.register_forward_hook(
+            lambda module, args, out: model.left.append((out * module.bias).square().mean())
+        )
+        x = block(x)
+        handle.remove()
+    return x
+
+
+class Lender(nn.Linear):
+    """Returns its weight, or a view of it, beside its output."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.weight.t()[1:] if self.view else self.weight
+
+
+def lent(model: Any, x: Tensor) -> Tensor:
+    """Weights that stay are read outside of the unit's forward."""
+    penalty = torch.zeros(())
+    for block in model.blocks:
+        x, weight = block(x)
+        penalty = penalty + weight.square().sum()
+    return x.tanh() + penalty
+
+
+linear = partial(nn.Linear, WIDTH, WIDTH)
+MODELS: dict[str, Callable[[], Freely]] = {
+    "detached inputs": partial(Freely, detached),
+    "twice in one forward": partial(Freely, called(0, 1, 0, 2), called(0, 0, 1), called(2, 1, 2)),
+    "a unit around a unit": partial(Freely, called(0, 1, 1), make=Around),
+    "in another order": partial(Freely, called(1), called(0, 1, 2), called(2, 0), called(2, 1, 0)),
+    "outputs written in place": partial(Freely, written, make=linear),
+    "a unit that calls itself": partial(Freely, called(0, 1), make=Recursive),
+    "modes of gradients": partial(Freely, in_modes),
+    "a frozen weight, nested keywords": partial(Freely, in_boxes, make=Adapted),
+    "losses in a list": partial(Freely, leaving),
+}
+LENT = {
+    f"lent {view=}": partial(Freely, lent, make=partial(Lender, view)) for view in (False, True)
+}
+
+
+def freely_loss(model: Any, rank: int, step: int) -> Tensor:
+    model.step = step
+    loss = vector_loss(model, rank, step)
+    return loss + sum(model.left.pop() for _ in model.left[:])
+
+
+def trains(net: Any, plain: Any, loss: Any, rank: int, world_size: int, steps: int = 3) -> None:
+    """Gradients in each step and weights at the end are those of plain torch."""
+    before = transient_bytes()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (net, plain)]
+    for step in range(steps):
+        check_backward(net, plain, loss, rank, world_size, step)
+        assert_at_rest(net, before)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
+@on_ranks(ranks_for)
+def test_odd_models_train_as_plain_torch_does(
+    rank: int, world_size: int, strategy: str, name: str
+) -> None:
+    net, plain = pair(MODELS[name])
+    wrap(net, world_size, strategy)
+    trains(net, plain, freely_loss, rank, world_size, 4)
+
+
+@pytest.mark.parametrize("name", LENT)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "data_parallel"])
+@on_ranks(2)
+def test_weights_that_stay_may_be_read_outside(
+    rank: int, world_size: int, strategy: str, name: str
+) -> None:
+    net, plain = pair(LENT[name])
+    wrap(net, world_size, strategy)
+    trains(net, plain, freely_loss, rank, world_size, 2)
+
+
+# ------------------------------------------------------------------------------ structures
+
+
+@dataclasses.dataclass
+class Answer:
+    hidden: Tensor
+    note: str
+
+
+@dataclasses.dataclass
+class Unregistered(Answer):
+    """A dataclass that torch's pytree knows nothing of, as most models' outputs are."""
+
+
+pytree.register_dataclass(Answer)
+STRUCTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda a, b: (a, b, None, 3),
+    "list": lambda a, b: [a, [b]],
+    "dict": lambda a, b: {"a": a, "b": {"c": b}, "n": 1},
+    "dataclass": lambda a, b: Answer(a + b, "ok"),
+    "plain dataclass": lambda a, b: Unregistered(a + b, "ok"),
+    "view": lambda a, b: (a + b)[:, 1:],
+}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Answer):
+        assert value.note == "ok"
+        value = value.hidden
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class Structured(nn.Module):
+    """Takes and returns tensors in a structure."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = linear(), linear(), kind
+
+    def forward(self, x: Any, *rest: Any, nested: Any = None, scale: float = 1.0) -> Any:
+        extra = nested["pair"][1] if nested is not None else 0.0
+        return STRUCTURES[self.kind](self.first(x), self.second(x + extra) * scale)
+
+
+def structured(model: Any, x: Tensor) -> Tensor:
+    nested = {"pair": (1, model.entry(x * 2))}
+    out = tensors_of(model.blocks[0](model.entry(x), "text", None, nested=nested, scale=0.5))
+    return sum((o.square().sum() for o in out), torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_inputs_and_outputs_of_any_structure(
+    rank: int, world_size: int, strategy: str, kind: str
+) -> None:
+    net, plain = pair(partial(Freely, structured, make=partial(Structured, kind)))
+    wrap(net, world_size, strategy)
+    trains(net, plain, freely_loss, rank, world_size, 2)
+    got, want = (model.blocks[0](vectors(rank)) for model in (net, plain))
+    assert type(got) is type(want)
+    for ours, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
+        assert_close(ours.detach(), theirs.detach(), kind, 1e-5)
+
+
+# ------------------------------------------------------------------------------ tied
+
+
+class TiedNet(Net):
+    """The head reads the embedding's rows."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Frozen(), Frozen()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        box = {"x": self.inner(x)}
-        for block in self.blocks:
-            box = block(box=box)
-        return box["x"]
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+class SharedNet(Net):
+    """One module registered under two names, and called under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+
+
+@pytest.mark.parametrize("kind", ["tied", "shared", "list"])
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
 @on_ranks(ranks_for)
-def test_a_frozen_weight_with_inputs_in_a_nested_keyword(
-    rank: int, world_size: int, strategy: str
+def test_tied_weights_are_one_parameter(
+    rank: int, world_size: int, strategy: str, kind: str
 ) -> None:
-    net, plain = pair(KeywordNet)
+    if strategy == "data_parallel":
+        kind = "tied"  # one unit has everything
+    net, plain = pair(SharedNet if kind == "shared" else TiedNet)
+    if kind == "list":  # tied across the modules of one unit
+        sw.fully_shard([net.embedding, net.head], **options_for(strategy, world_size))
+    if kind == "shared":
+        sw.fully_shard(net.blocks[0], **options_for(strategy, world_size))
+        sw.fully_shard(net, **options_for(strategy, world_size))
+        assert net.blocks[0] is net.blocks[1]
+    else:
+        wrap(net, world_size, strategy)
+        names = [name for name, _ in net.named_parameters()]
+        assert "embedding.weight" in names and "head.weight" not in names
+        assert {"embedding.weight", "head.weight"} <= set(net.state_dict())
+    trains(net, plain, word_loss, rank, world_size)
+    assert kind == "shared" or net.head.weight is net.embedding.weight
+
+
+@on_ranks(2)
+def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: int) -> None:
+    net = TiedNet()
+    sw.fully_shard(net.embedding, **options_for("zero3", world_size))
+    message = raised(lambda: sw.fully_shard(net, **options_for("zero3", world_size)), ValueError)
+    assert type(net) is TiedNet, "the refusal changed nothing"
+    assert "head.weight" in message and "tied" in message
+
+
+# ------------------------------------------------------------------------------ odd steps
+
+
+def evaluated(net: Any, plain: Any, rank: int, world_size: int) -> None:
+    """Forwards without gradients, of other data and in another number, and inside a step."""
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for step in range(2):
+                ours, theirs = net(words(rank, step)), plain(words(rank, step))
+                assert not ours.requires_grad
+                assert_close(ours, theirs, "output", 1e-6)
+    loss = word_loss(net, rank)
+    with torch.no_grad():
+        assert_close(net(words(rank, 1)), plain(words(rank, 1)), "output", 1e-6)
+    loss.backward()
+    average_gradients(plain, word_loss, world_size)
+
+
+def two_forwards(order: tuple[int, int], net: Any, plain: Any, rank: int, world_size: int) -> None:
+    """Two forwards before their two backwards, in either order."""
+    losses = [word_loss(net, rank, step) for step in range(2)]
+    for position in order:
+        losses[position].backward()
+    for step in range(2):
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+
+
+def retained(net: Any, plain: Any, rank: int, world_size: int) -> None:
+    """Backward twice over one graph."""
+    loss = word_loss(net, rank)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for _ in range(2):
+        average_gradients(plain, word_loss, world_size)
+
+
+def thrown_away(net: Any, plain: Any, rank: int, world_size: int) -> None:
+    """Forwards whose backward never comes."""
+    for step in range(3):
+        assert net(words(rank, step)).requires_grad
+    loss = word_loss(net, rank)
+    loss.backward()
+    average_gradients(plain, word_loss, world_size)
+
+
+def of_block(model: Any, rank: int) -> Tensor:
+    return model.blocks[1](vectors(rank)).square().mean()
+
+
+def inner_alone(net: Any, plain: Any, rank: int, world_size: int) -> None:
+    """A unit inside is called by itself, also before its root has ever run."""
+    for loss in (of_block, word_loss, of_block):
+        loss(net, rank).backward()
+        average_gradients(plain, loss, world_size)
+
+
+STEPS = {
+    "evaluated": evaluated,
+    "two forwards": partial(two_forwards, (0, 1)),
+    "two forwards, last first": partial(two_forwards, (1, 0)),
+    "retained": retained,
+    "thrown away": thrown_away,
+    "inner alone": inner_alone,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
+@on_ranks(ranks_for)
+def test_odd_steps_have_plain_torchs_gradients(
+    rank: int, world_size: int, strategy: str, name: str
+) -> None:
+    if strategy == "data_parallel" and name == "inner alone":
+        return  # one unit: nothing inside is wrapped
+    net, plain = pair(Net)
     wrap(net, world_size, strategy)
     before = transient_bytes()
     for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
-
-
-class InPlace(nn.Module):
-    """A unit whose output is changed in place by the caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        x *= 2
-        x = self.blocks[1](x)
-        x += 1
-        return x
-
-
-@on_ranks(2)
-def test_an_output_changed_in_place(rank: int, world_size: int) -> None:
-    net, plain = pair(InPlace)
-    wrap(net, world_size)
-    before = transient_bytes()
-    for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
-
-
-class Recursive(nn.Module):
-    """A unit that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = self.linear(x).tanh()
-        return self(x, depth - 1) if depth else x
-
-
-@on_ranks(2)
-def test_a_unit_that_calls_itself(rank: int, world_size: int) -> None:
-    net, plain = pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Recursive()))
-    sw.fully_shard(net[1], **options_for("zero3", world_size))
-    sw.fully_shard(net, **options_for("zero3", world_size))
-    before = transient_bytes()
-    for _ in range(2):
-        check(net, plain, vector_loss, rank, world_size, before)
+        STEPS[name](net, plain, rank, world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+        for model in (net, plain):
+            model.zero_grad()
+    check_backward(net, plain, word_loss, rank, world_size)

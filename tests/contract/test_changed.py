@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,31 +30,10 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
+from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 
 # ------------------------------------------------------------------------------ other parameters
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2)
-def test_modules_without_parameters_may_come_and_go(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """Modules without parameters, modules wrapped themselves, the same weight tied again."""
-    net, plain = pair(Net)
-    for model in (net, plain):
-        model.head.weight = model.embedding.weight
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for step in range(3):
-        check_backward(net, plain, word_loss, rank, world_size, step)
-        for model in (net, plain):
-            model.zero_grad()
-            model.head.weight = model.embedding.weight
-            model.extra = nn.Sequential(nn.Identity(), nn.Dropout())
-            model.blocks[0].register_parameter(f"none{step}", None)
-            model.blocks[0].register_buffer(f"counter{step}", torch.zeros(1))
-    assert_at_rest(net, before)
 
 
 class Grown(Net):
@@ -135,10 +115,6 @@ def test_weights_written_between_forward_and_backward_are_named(strategy: str, h
     run_ranks(written, world_size, strategy, how, {})
 
 
-def test_weights_that_stay_after_forward_are_watched_too() -> None:
-    run_ranks(written, 2, "zero3", "sgd", {"reshard_after_forward": False})
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
 @on_ranks(2)
 def test_a_second_backward_after_a_step_is_refused(
@@ -190,3 +166,106 @@ def saved_in_between(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_save_between_forward_and_backward_is_no_write(tmp_path: Any) -> None:
     run_ranks(saved_in_between, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_writes_that_ranks_share_are_right(rank: int, world_size: int, strategy: str) -> None:
+    """By hand, by an optimizer of one's own, and by one of torch that passes empty pieces by."""
+
+    class Passing(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for one in self.param_groups[0]["params"]:
+                    if not isinstance(one, sw.ShardedTensor) or one.to_local().numel():
+                        one.add_(one.grad, alpha=-0.1)
+
+    net, plain = pair(Net)
+    net = wrap(net, world_size, strategy)
+    for step in range(3):
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, partial(word_loss, step=step), world_size)
+        for model in (net, plain):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            Passing(model.parameters(), {}).step()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.sub_(0.1 * one.grad)
+                    one.grad = (one.grad * 1.5).clone() / 1.5
+                    one.grad.mul_(torch.full(one.shape, 0.5))
+                    one.add_(one.grad)
+                    one.clamp_(min=torch.linspace(-1, 0, one.numel()).view(one.shape))
+                    torch.add(one, torch.linspace(0, 1, one.numel()).view(one.shape), out=one.grad)
+            model.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+class Writer(nn.Module):
+    """Treats its weight in ``way`` before it uses it."""
+
+    def __init__(self, way: str = "nothing") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(64, 64, bias=False)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        if self.way == "write":
+            weight.data.mul_(2)
+        elif self.way == "in place":
+            with torch.no_grad():
+                weight.mul_(2)
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_a_write_to_whole_main_weights_is_kept(rank: int, world_size: int) -> None:
+    """Whole main weights are what forward sees: a write is one to them."""
+    for way in ("write", "in place"):
+        model = sw.fully_shard(Writer(way), mesh=mesh_of(world_size), placements=sw.zero(0))
+        model(torch.randn(2, 64)).sum().backward()
+        assert torch.equal(model.inner.weight.full_tensor(), 2 * Writer().inner.weight)
+
+
+# ------------------------------------------------------------------------------ sparse gradients
+
+
+# ------------------------------------------------------------------------------ tensor subclasses
+
+
+class Scaled(Tensor):
+    """A tensor whose operations are its own, as those of quantised weights are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@on_ranks(2)
+def test_parameters_with_operations_of_their_own_are_refused(rank: int, world_size: int) -> None:
+    for verb in (sw.fully_shard, sw.data_parallel):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(model.weight.detach().as_subclass(Scaled))
+        message = raised(lambda w=verb, m=model: w(m, mesh=mesh_of(world_size)), ValueError)
+        assert "'weight' is a Scaled" in message and "ignored_params" in message
+        verb(model, mesh=mesh_of(world_size), ignored_params={model.weight})
+
+
+@pytest.mark.parametrize("some", [False, True])
+@on_ranks(2)
+def test_an_optimizer_built_before_wrapping_is_refused(
+    rank: int, world_size: int, some: bool
+) -> None:
+    """Catching the error and going on does not make the optimizer right."""
+    net = Net()
+    optimizer = torch.optim.AdamW((net.blocks[1] if some else net).parameters(), lr=0.1)
+    if not some:
+        net(words(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wrap(net, world_size)
+    for _ in range(2):
+        word_loss(net, rank).backward()
+        message = raised(optimizer.step, RuntimeError)
+        assert "AdamW" in message and "before wrapping" in message and ".weight'" in message

@@ -13,26 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.contract.helpers import (
     WIDTH,
-    WORDS,
     Block,
     Net,
-    assert_gradients_equal,
-    average_gradients,
-    check_backward,
     mesh_for,
-    pair,
     raised,
-    vector_loss,
     vectors,
     word_loss,
     words,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import run_ranks
 
 SMALL = 0.003  # megabytes: several buckets
 
@@ -52,126 +45,7 @@ def assert_at_rest(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------ odd parameters
 
 
-class Tied(nn.Module):
-    """A head that is the embedding, a frozen block, a vector that forward reads by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.frozen = Block()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(WIDTH))])
-        for parameter in self.frozen.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.frozen(self.embedding(words)) * self.scale + self.shifts[0]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-@on_ranks(3)
-def test_tied_frozen_and_thawed_parameters(rank: int, world_size: int) -> None:
-    compared = 0
-    for stage in (0, 1, 2):
-        model, plain = pair(Tied)
-        wrap(model, world_size, stage)
-        assert model.head.weight is model.embedding.weight
-        word_loss(model, rank).backward()
-        average_gradients(plain, word_loss, world_size)
-        compared = assert_gradients_equal(model, plain)
-        assert model.frozen.up.weight.grad is None
-        # Thawed and frozen later: the next forward follows.
-        for one in (model, plain):
-            one.zero_grad()
-            one.frozen.up.weight.requires_grad_(True)
-            one.scale.requires_grad_(False)
-        assert check_backward(model, plain, word_loss, rank, world_size) == compared
-        assert model.scale.grad is None
-    assert compared == 15
-
-
-class Sometimes(nn.Module):
-    """Calls the blocks that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.chosen: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for number in self.chosen:
-            x = self.blocks[number](x)
-        return x
-
-
-@on_ranks(2)
-def test_unused_parameters_are_zeros(rank: int, world_size: int) -> None:
-    model, plain = pair(Sometimes)
-    wrap(model, world_size, unused_parameters="zeros")
-    for step in range(2):
-        chosen = {0: (0, 2), 1: (0, 1)} if step == 0 else {0: (2, 1), 1: (0,)}
-        model.chosen = chosen[rank]
-        loss = vector_loss(model, rank)
-        # What no module asked for has arrived all the same, before anybody writes what is sent.
-        assert not any(group.pending for group in model._shardwise_unit.groups)
-        loss.backward()  # gradients come in another order on either rank
-        for other in range(world_size):
-            plain.chosen = chosen[other]
-            (vector_loss(plain, other) / world_size).backward()
-        assert_gradients_equal(model, plain)
-        for one in (model, plain):
-            one.zero_grad()
-
-
 # ------------------------------------------------------------------------------ recomputation
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.reentrant: bool | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = (
-                block(x)
-                if self.reentrant is None
-                else checkpoint(block, x, use_reentrant=self.reentrant)
-            )
-        return x
-
-
-@on_ranks(2)
-def test_activation_checkpointing(rank: int, world_size: int) -> None:
-    compared = 0
-    for reentrant in (False, True):
-        for overlap in (False, True):
-            model, plain = pair(Recomputed)
-            wrap(model, world_size, overlap_gather=overlap)
-            model.reentrant = reentrant
-            for step in range(2):
-                vector_loss(model, rank, step).backward()
-                average_gradients(
-                    plain, lambda m, r, step=step: vector_loss(m, r, step), world_size
-                )
-                compared += assert_gradients_equal(model, plain)
-                assert_at_rest(model)
-                for one in (model, plain):
-                    with torch.no_grad():
-                        for parameter in one.parameters():
-                            parameter.mul_(0.9)
-                    one.zero_grad()
-    assert compared == 8 * 20
 
 
 # ------------------------------------------------------------------------------ values

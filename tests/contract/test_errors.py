@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from tests.contract.helpers import (
     pair,
     raised,
     vector_loss,
-    vectors,
     word_loss,
     wrap,
 )
@@ -67,26 +65,6 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     assert "1D or 2D" in found["unnamed"]
     assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
     assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
-
-
-@on_ranks(4)
-def test_ranks_in_another_order_than_their_groups(rank: int, world_size: int) -> None:
-    """torch sorts the ranks of a group: where places of neighbours differ then, all is refused;
-    where rows and columns still fit, only Muon's exchange over both axes is."""
-    names = ("dp_outer", "dp")
-    mixed = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=names)
-    for placements in (sw.hsdp(), sw.hfsdp()):
-        bad = functools.partial(sw.fully_shard, Block(), mesh=mixed, placements=placements)
-        message = raised(bad, ValueError)
-        assert "[[3, 1], [0, 2]]" in message and "ascend along every axis" in message
-    for ranks in ([[2, 3], [0, 1]], [[0, 2], [1, 3]]):
-        net, plain = pair(Block)
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
-        sw.fully_shard(net, mesh=mesh, placements=sw.hfsdp())
-        check_backward(net, plain, vector_loss, rank, world_size)
-    step = functools.partial(sw.optimizer, net, matrix=sw.muon(), elementwise=sw.adamw(lr=0.1))
-    message = raised(lambda: step().step(), ValueError)
-    assert "dp_outer and dp as one axis" in message and "from row to row" in message
 
 
 @on_ranks(4)
@@ -199,26 +177,6 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(rank: int, world_
     assert "float8" in found["float8"] and "DTensor" in found["dtensor"]
 
 
-@on_ranks(2)
-def test_scalars_and_transposed_parameters_work(rank: int, world_size: int) -> None:
-    """A 0-d and a non-contiguous parameter, which torch's own refuses."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-            self.turned = nn.Parameter(torch.randn(WIDTH, 7).t())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.turned.t() * self.scale
-
-    net, plain = pair(Scaled)
-    assert not plain.turned.is_contiguous()
-    wrap(net, world_size)
-    assert net.scale.shape == () and net.turned.shape == (7, WIDTH)
-    assert check_backward(net, plain, vector_loss, rank, world_size) == 2
-
-
 # ------------------------------------------------------------------------------ ranks disagree
 
 
@@ -259,16 +217,6 @@ def test_ranks_that_wrap_different_modules_all_raise(how: str, world_size: int) 
     assert len(messages) == world_size
     for message in messages:
         assert "rank" in message
-
-
-def disagree_in_a_mesh(rank: int, world_size: int) -> str:
-    """One rank of four differs on a 2-D mesh: its row, its column and the fourth must all raise."""
-    net = Block(WIDTH + (rank == 3))
-    return raised(lambda: sw.fully_shard(net, **options_for("hsdp", world_size)), ValueError)
-
-
-def test_ranks_that_differ_on_two_axes_all_raise() -> None:
-    assert len(run_ranks(disagree_in_a_mesh, 4)) == 4
 
 
 def other_optimizers(rank: int, world_size: int) -> dict[str, str]:
@@ -451,15 +399,6 @@ def test_the_number_of_reductions_in_flight_changes_no_bit(rank: int, world_size
     assert len(grads[0]) > 20
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
-
-
-@on_ranks(2)
-def test_parameters_used_outside_forward_raise(rank: int, world_size: int) -> None:
-    """Using a unit's parameters outside its forward: an error, not a wrong number."""
-    net = wrap(Net(), world_size)
-    net(torch.zeros(1, 2, dtype=torch.long))
-    message = raised(lambda: vectors(rank) @ net.blocks[0].up.weight.t(), Exception)
-    assert message
 
 
 @on_ranks(1, fresh=True)

@@ -120,27 +120,6 @@ class AdaptedNet(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-@on_ranks(ranks_for)
-def test_a_frozen_weight_is_there_until_backward_has_passed_it(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    net, plain = pair(AdaptedNet)
-    for model in (net, plain):
-        freeze(model, "base")
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
-    for step in range(3):
-        loss = vector_loss(net, rank, step)
-        for kept in ((False,), (True, False), (True, True))[step]:  # two of one graph, too
-            loss.backward(retain_graph=kept)
-            average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
-        del loss
-        # `inner` is right only if the frozen weights were there to the end.
-        assert assert_gradients_equal(net, plain) == 6
-        assert_at_rest(net, before)
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
 @on_ranks(ranks_for)
 def test_a_frozen_model_passes_gradients_through_and_reduces_nothing(

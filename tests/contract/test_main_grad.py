@@ -158,16 +158,6 @@ def test_gradients_written_by_a_kernel_with_grads_set_to_zero(
     run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, False, sync_each, False)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
-def test_gradients_written_by_a_kernel_in_mixed_precision(strategy: str) -> None:
-    run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, True, False, True)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-def test_gradients_written_by_a_kernel_on_one_rank(strategy: str) -> None:
-    run_ranks(train_fused, 1, strategy, 3, True, True, False, False)
-
-
 @pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
 @on_ranks(ranks_for)

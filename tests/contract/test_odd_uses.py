@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
-    WIDTH,
     Net,
     assert_at_rest,
     assert_gradients_equal,
@@ -28,7 +27,6 @@ from tests.contract.helpers import (
     pair,
     raised,
     transient_bytes,
-    vector_loss,
     vectors,
     word_loss,
     words,
@@ -220,55 +218,6 @@ def test_anomaly_detection_sees_nothing_odd() -> None:
     run_ranks(anomaly, 2, "zero3")
 
 
-class Modes(Net):
-    """Gradient modes inside each other."""
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
-        with torch.no_grad():
-            scale = self.blocks[0](x).abs().mean()
-            with torch.enable_grad():
-                y = self.blocks[1](x)
-        return self.head(self.blocks[0](x) / scale + y)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_gradient_modes_inside_each_other(rank: int, world_size: int, way: str) -> None:
-    net, plain = wrapped(way, world_size, Modes)
-    before = transient_bytes()
-    for step in range(2):
-        loss = word_loss(net, rank, step)
-        net.eval()
-        loss.backward()
-        net.train()
-        average_gradients(plain, partial(word_loss, step=step), world_size)
-        assert_gradients_equal(net, plain)
-        assert_at_rest(net, before)
-
-
-class Lending(nn.Module):
-    """Blocks that return a weight beside their output, for a penalty."""
-
-    def __init__(self, view: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        for block in self.blocks:
-            block.forward = partial(self.lend, block, view)  # type: ignore[method-assign]
-
-    @staticmethod
-    def lend(block: Any, view: bool, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = block[0].weight
-        return block[0](x), weight.t()[1:] if view else weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        penalty = torch.zeros(())
-        for block in self.blocks:
-            x, weight = block(x)
-            penalty = penalty + weight.square().sum()
-        return x.tanh() + penalty
-
-
 def penalty_of(model: Any) -> Tensor:
     return sum((0.1 * one.square().sum() for one in model.parameters()), torch.zeros(()))
 
@@ -356,18 +305,3 @@ def test_gradients_that_replicas_divide_take_what_is_added_to_them(
             optimizer.step()
             optimizer.zero_grad()
     assert_parameters_equal(net, plain, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "zero3"])
-@on_ranks(2)
-def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view: bool) -> None:
-    """Right where they stay. (Where their memory is given back, nobody may read them.)"""
-    net, plain = pair(partial(Lending, view))
-    wrap(net, world_size, way)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, plain)]
-    for step in range(3):
-        check_backward(net, plain, vector_loss, rank, world_size, step, tolerance=1e-4)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()

@@ -15,13 +15,16 @@ from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,
     Net,
+    assert_at_rest,
     assert_close,
     average_gradients,
     full,
-    options_for,
+    logged,
+    mesh_for,
     pair,
     raised,
     ranks_for,
+    transient_bytes,
     vector_loss,
     vectors,
     word_loss,
@@ -142,22 +145,6 @@ def test_cast_forward_inputs_casts_floats_or_leaves_them(rank: int, world_size: 
     assert kept.seen["x"] == FP32 and kept.seen["weight"] == BF16
 
 
-@on_ranks(2)
-def test_units_of_one_model_may_differ_in_precision(rank: int, world_size: int) -> None:
-    """A precision per unit: an fp32 head over bf16 blocks."""
-    net, plain = pair(Net)
-    options = options_for("zero3", world_size)
-    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    sw.fully_shard(net.blocks[0], **options, mp_policy=low)
-    sw.fully_shard(net.blocks[1], **options, mp_policy=low)
-    sw.fully_shard(net.head, **options, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
-    sw.fully_shard(net, **options, mp_policy=MixedPrecisionPolicy())
-    word_loss(net, rank).backward()
-    average_gradients(plain, word_loss, world_size)
-    for name, parameter in plain.named_parameters():
-        assert_close(full(net.get_parameter(name).grad), parameter.grad, name, 0.03)
-
-
 @pytest.mark.parametrize(
     ("strategy", "weights"),
     [(strategy, BF16) for strategy in STRATEGIES] + [("zero1", FP16), ("zero3", FP16)],
@@ -224,3 +211,173 @@ def test_a_dtype_that_no_weight_can_have_is_refused(value: Any) -> None:
         sw.Precision(weights=value)
     with pytest.raises(ValueError, match=r"cast_inputs='no'\): True or False"):
         sw.Precision(cast_inputs="no")  # type: ignore[arg-type]
+
+
+WAYS = (*STRATEGIES, "data_parallel")
+
+
+def born(dtype: torch.dtype, frozen: bool = False) -> Net:
+    torch.manual_seed(3)
+    net = Net().to(dtype)
+    net.head.requires_grad_(not frozen)
+    return net
+
+
+def wrapped(net: Net, world_size: int, way: str, **options: Any) -> Net:
+    if way == "data_parallel":
+        return sw.data_parallel(net, mesh=mesh_for("zero", world_size), **options)
+    return wrap(net, world_size, way, **options)
+
+
+def optimizer_of(model: nn.Module, lr: float = 1e-4) -> Any:
+    return sw.optimizer(model, matrix=sw.muon(lr=lr), elementwise=sw.adamw(lr=lr))
+
+
+def train(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
+    """The share of elements that five small steps have moved."""
+    net = born(torch.bfloat16, frozen=True)
+    seen: set[torch.dtype] = set()
+    net.blocks[0].up.register_forward_pre_hook(lambda m, _: seen.add(m.weight.dtype))
+    wrapped(net, world_size, way)
+    before = {name: full(p).clone() for name, p in net.named_parameters()}
+    with logged() as texts:
+        optimizer = optimizer_of(net)
+    for name, p in net.named_parameters():
+        frozen = name.startswith("head")
+        assert p.dtype == (torch.bfloat16 if frozen else torch.float32), name
+        states = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        assert frozen is not bool(states) and all(v.dtype == torch.float32 for v in states), name
+    for step in range(5):
+        word_loss(net, rank, step).backward()
+        assert {p.grad.dtype for p in net.parameters() if p.requires_grad} == {torch.float32}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == {torch.bfloat16}, "computed with as it came"
+    moved = total = 0
+    for name, p in net.named_parameters():
+        changed = full(p) != before[name]
+        if name.startswith("head"):
+            assert not changed.any()
+        elif "embedding" not in name:  # of which only the rows that were read have gradients
+            moved, total = moved + int(changed.sum()), total + changed.numel()
+    return moved / total, texts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_small_steps_move_a_model_that_came_in_bf16(way: str) -> None:
+    found = run_ranks(train, ranks_for(way), way)
+    assert all(share > 0.99 for share, _ in found), found
+    assert not any(texts for _, texts in found), "nothing to warn about"
+
+
+@on_ranks(2)
+def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
+    """The dtype asked for is taken; ``.to`` follows; fp64 and integers keep their dtype."""
+    net = wrap(born(torch.bfloat16), world_size, precision=sw.Precision(main="bf16"))
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    net = wrap(born(torch.float16), world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    net.to(torch.bfloat16)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    net = wrap(born(torch.float64), world_size)
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+
+
+def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = born(torch.bfloat16)
+    optimizer_of(model)
+    sw.Muon([("w", model.blocks[0].up.weight)])
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2, texts
+    assert "15 parameters" in texts[0] and "'blocks.0.up.weight'" in texts[0], texts
+    assert "fully_shard" in texts[0] and ".float()" in texts[0] and "'w'" in texts[1]
+    caplog.clear()
+    wide = optimizer_of(born(torch.float32))
+    assert not caplog.records
+    late = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    wide.add_param_group({"params": [late], "kind": "elementwise"})
+    assert "stored in 16 bits" in caplog.text
+
+
+class Gated(nn.Module):
+    """A bf16 projection under an fp32 router, as MoE models have it, and integers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.gain = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
+        self.mask = nn.Parameter(torch.rand(WIDTH) > 0.3, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.router(x.to(self.router.weight.dtype)).sigmoid().float()
+        y = self.projection(x.to(self.projection.weight.dtype)).float() * gate
+        return (y[..., self.order] * self.mask).double() * self.gain
+
+
+def main_dtype(parameter: Tensor) -> torch.dtype:
+    """fp32 for what is trained in fewer bits; any other keeps its dtype."""
+    return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_parameters_of_several_dtypes_share_a_unit(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net, plain = pair(Gated)
+    dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    assert len(set(dtypes.values())) == 5
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for step in range(3):
+        vector_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
+        assert_at_rest(net, before)
+        compared = 0
+        for name, parameter in plain.named_parameters():
+            ours = net.get_parameter(name)
+            assert ours.dtype == main_dtype(parameter), name
+            if not parameter.requires_grad:
+                assert ours.grad is None
+                assert torch.equal(full(ours), parameter), name
+                continue
+            assert ours.grad.dtype == main_dtype(parameter), name
+            tolerance = 2e-2 if parameter.dtype == torch.bfloat16 else 1e-6
+            assert parameter.grad.abs().max() > 0
+            assert_close(full(ours.grad), parameter.grad, name, tolerance)
+            compared += 1
+        assert compared == 5
+        net.zero_grad()
+        plain.zero_grad()
+        with torch.no_grad():
+            for model in (net, plain):
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.mul_(0.5)  # exact in every dtype
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_mixed_precision_casts_floats_of_every_dtype_and_no_integers(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net, plain = pair(Gated)
+    seen: dict[str, torch.dtype] = {}
+
+    def look(module: nn.Module, args: object) -> None:
+        seen.update({name: value.dtype for name, value in module.named_parameters()})
+
+    net.register_forward_pre_hook(look)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap(net, world_size, strategy, mp_policy=policy)
+    vector_loss(net, rank).backward()
+    average_gradients(plain, vector_loss, world_size)
+    assert seen.pop("order") == torch.int64 and seen.pop("mask") == torch.bool, "never cast"
+    assert set(seen.values()) == {torch.bfloat16}, seen
+    assert torch.equal(full(net.order), plain.order)
+    for name in ("router.weight", "projection.weight", "gain"):
+        ours, theirs = net.get_parameter(name), plain.get_parameter(name)
+        assert ours.dtype == main_dtype(theirs) == ours.grad.dtype, name
+        assert_close(full(ours.grad), theirs.grad, name, 2e-2)

@@ -22,7 +22,6 @@ from tests.contract.helpers import (
     average_gradients,
     check_backward,
     full,
-    options_for,
     pair,
     raised,
     ranks_for,
@@ -118,43 +117,12 @@ def test_a_reset_drops_microbatches_that_waited(strategy: str, where: str) -> No
 
 
 @on_ranks(2)
-def test_a_reset_after_an_exception_without_gradients(rank: int, world_size: int) -> None:
-    net, plain = pair(Mined)
-    wrap(net, world_size)
-    before = transient_bytes()
-    net.blocks[1].armed = "forward"
-    with torch.no_grad():
-        raised(lambda: vector_loss(net, rank), BoomError)
-    net.blocks[1].armed = None
-    net.reset_iter_state()
-    assert_at_rest(net, before)
-    check_backward(net, plain, vector_loss, rank, world_size)
-
-
-@on_ranks(2)
 def test_a_reset_is_for_the_root(rank: int, world_size: int) -> None:
     net = wrap(Mined(), world_size)
     vector_loss(net, rank).backward()
     net.reset_iter_state()  # harmless between iterations
     message = raised(lambda: net.blocks[0].reset_iter_state(), RuntimeError)
     assert "root" in message
-
-
-@on_ranks(2)
-def test_a_reset_with_a_list_of_modules_half_run(rank: int, world_size: int) -> None:
-    """A unit of two modules of which only the first came to run."""
-    net, plain = pair(Mined)
-    options = options_for("zero3", world_size)
-    sw.fully_shard([net.blocks[0], net.blocks[1]], **options)
-    sw.fully_shard(net, **options)
-    before = transient_bytes()
-    net.blocks[1].armed = "forward"
-    raised(lambda: vector_loss(net, rank), BoomError)
-    net.blocks[1].armed = None
-    net.reset_iter_state()
-    assert_at_rest(net, before)
-    check_backward(net, plain, vector_loss, rank, world_size)
-    assert_at_rest(net, before)
 
 
 @pytest.mark.parametrize("microbatch", [False, True])

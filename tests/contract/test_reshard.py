@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
+    Block,
     Net,
     assert_at_rest,
     assert_close,
@@ -27,6 +29,7 @@ from tests.contract.helpers import (
     raised,
     ranks_for,
     transient_bytes,
+    vector_loss,
     vectors,
     word_loss,
     words,
@@ -302,3 +305,142 @@ def test_a_backward_that_reads_weights_it_was_told_not_to_gather_raises(
     net = wrap(nn.Sequential(block), world_size, "zero3")
     x = vectors(rank).requires_grad_()
     assert "not allocated" in raised(lambda: net(x).sum().backward(), RuntimeError)
+
+
+class Watched(nn.Module):
+    """A block that notes how much is gathered while it computes, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(sw.ledger.current["compute"])
+        x = self.inner(x)
+        if x.requires_grad:
+            x.register_hook(self.note)
+        return x * 1  # the unit's own hook is on this one, so that ours runs after it
+
+    def note(self, grad: Tensor) -> None:
+        self.seen.append(sw.ledger.current["compute"])
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Watched() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def watch(net: Any, rank: int) -> tuple[list[int], list[int]]:
+    """Units whole while each block computes: forward, then backward (both in order of blocks)."""
+    base = transient_bytes()["compute"]
+    for block in net.blocks:
+        block.seen.clear()
+    vector_loss(net, rank).backward()
+    seen = [[nbytes - base for nbytes in block.seen] for block in net.blocks]
+    assert all(len(entry) == 2 for entry in seen)
+    unit = min(entry[0] for entry in seen)
+    assert unit > 0
+    forward = [round(entry[0] / unit) for entry in seen]
+    return forward, [round(entry[1] / unit) for entry in seen]
+
+
+@on_ranks(2)
+def test_the_next_unit_is_gathered_ahead_both_ways(rank: int, world_size: int) -> None:
+    net, plain = pair(Chain)
+    wrap(net, world_size)
+    before = transient_bytes()
+    for _ in range(3):
+        forward, backward = watch(net, rank)
+        assert forward == [2, 2, 2, 2, 1], "itself and the next one, none behind the last"
+        assert max(backward) <= 2, backward
+        assert backward[-1] == 2, "itself and the one before it"
+        average_gradients(plain, vector_loss, world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+
+
+@on_ranks(2)
+def test_lists_decide_what_is_gathered_ahead(rank: int, world_size: int) -> None:
+    net, plain = pair(Chain)
+    wrap(net, world_size)
+    before = transient_bytes()
+    blocks = list(net.blocks)
+    watch(net, rank)
+    net.zero_grad()
+    for position, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(position - 2, 0) : position][::-1])
+    for _ in range(2):
+        forward, backward = watch(net, rank)
+        assert forward == [3, 3, 3, 2, 1], "itself and two ahead"
+        assert backward == [1, 2, 3, 3, 3]
+        average_gradients(plain, vector_loss, world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+    for block in blocks:
+        block.set_modules_to_forward_prefetch([])
+        block.set_modules_to_backward_prefetch([])
+    forward, backward = watch(net, rank)
+    assert forward == [1] * 5 and backward == [1] * 5, "an empty list: nothing ahead"
+
+
+@on_ranks(2)
+def test_a_pass_without_gradients_holds_two_units_and_leaves_none(
+    rank: int, world_size: int
+) -> None:
+    net = wrap(Chain(), world_size)
+    base = transient_bytes()["compute"]
+    with torch.no_grad():
+        net(vectors(rank))
+    seen = [block.seen[-1] - base for block in net.blocks]
+    assert max(seen) <= 2 * min(seen), seen
+    assert transient_bytes()["compute"] == base
+
+
+def offloaded(rank: int, world_size: int, strategy: str, pin: bool, mixed: bool) -> None:
+    net, plain = pair(Net)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mp_policy": policy} if mixed else {}
+    wrap(net, world_size, strategy, offload_policy=CPUOffloadPolicy(pin_memory=pin), **options)
+    before = transient_bytes()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    tolerance = 0.05 if mixed else 1e-5
+    for step in range(3):
+        for microbatch in range(2):
+            net.set_is_last_backward(microbatch == 1)
+            seed = 2 * step + microbatch
+            word_loss(net, rank, seed).backward()
+            average_gradients(plain, lambda m, r, seed=seed: word_loss(m, r, seed), world_size)
+        assert_gradients_equal(net, plain, tolerance)
+        assert_at_rest(net, before)
+        for parameter in net.parameters():
+            assert parameter.device.type == "cpu" and parameter.grad.device.type == "cpu"
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_parameters_equal(net, plain, 5e-3 if mixed else 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_offloading_on_a_cpu_trains_right(strategy: str, mixed: bool) -> None:
+    run_ranks(offloaded, ranks_for(strategy), strategy, True, mixed)
+
+
+def test_offloading_without_pinned_memory() -> None:
+    run_ranks(offloaded, 2, "zero3", False, False)
+
+
+@on_ranks(2)
+def test_an_unknown_offload_policy_is_refused(rank: int, world_size: int) -> None:
+    assert wrap(Net(), world_size, offload_policy=OffloadPolicy()) is not None
+    message = raised(lambda: wrap(Net(), world_size, offload_policy="cpu"), ValueError)
+    assert "offload_policy" in message and "cpu" in message

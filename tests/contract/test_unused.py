@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.core.comm import Call
+from shardwise.moe import GroupedMLP, swiglu
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     STRATEGIES,
@@ -18,7 +20,9 @@ from tests.contract.helpers import (
     Block,
     assert_at_rest,
     assert_close,
+    assert_gradients_equal,
     full,
+    options_for,
     pair,
     ranks_for,
     transient_bytes,
@@ -167,20 +171,6 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(ranks_for)
-def test_a_parameter_that_a_penalty_alone_reads_gets_the_gradient_of_the_penalty(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """A penalty reaches the weight at rest while its unit, which has no gradient of it, reduces."""
-    net, _ = pair(Choice)
-    wrap(net, world_size, strategy)
-    net.chosen = (0, 2)
-    weight = net.experts[1].weight
-    (weight.square().sum() + vector_loss(net, rank)).backward()
-    assert_close(full(weight.grad), 2 * full(weight.detach()), strategy)
-
-
 class Tail(nn.Module):
     """A head that is called by itself, chunk by chunk, after the model's own forward."""
 
@@ -245,3 +235,77 @@ def test_a_gradient_that_only_some_ranks_have_is_loudly_nan(
             continue
         assert (parameter.grad is None) == (rank != 0), name
         assert rank != 0 or parameter.grad.to_local().isnan().all(), name
+
+
+WIDE = 32  # whole blocks
+# ------------------------------------------------------------------------------- delayed
+
+
+class Delayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedMLP(2, WIDE, WIDE, activation=swiglu(), delay_weight_gradient=True)
+        self.exit = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, len(x)], dtype=torch.int32)
+        return self.exit(self.experts(x, ends, torch.ones(len(x))))
+
+
+@on_ranks(2)
+def test_buckets_wait_for_gradients_that_no_graph_knows_of(rank: int, world_size: int) -> None:
+    net, plain = pair(Delayed)
+    options = options_for("zero1", world_size) | {"unused_parameters": "zeros"}
+    sw.data_parallel(net, **options, bucket_mb=0.005)
+    plain.experts.delay_weight_gradient = False
+    for model, ranks in ((net, [rank]), (plain, range(world_size))):
+        for each in ranks:
+            x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(each))
+            loss = model(x.requires_grad_()).square().mean()  # so that a gate is there
+            (loss / len(ranks)).backward()
+    net.experts.backward_dw()
+    assert_gradients_equal(net, plain)
+
+
+# ------------------------------------------------------------------------------- entries
+
+
+class Pair(nn.ModuleList):
+    def forward(self, x: Tensor, partly: bool) -> Tensor:
+        return self[0](x) if partly else self[0](x) + self[1](x)
+
+
+class Entries(nn.Module):
+    """Units whose inputs need no gradient, of which one rank uses a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.ModuleList(
+            Pair([nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)]) for _ in range(4)
+        )
+        self.exit = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor, partly: bool) -> Tensor:
+        total = torch.zeros(len(x), WIDE)
+        for number, entry in enumerate(self.entries):
+            total = total + entry(x, partly and number == 2)
+        return self.exit(total)
+
+
+def entered(rank: int, world_size: int) -> list[Call]:
+    net, plain = pair(Entries)
+    options = options_for("zero3", world_size) | {"unused_parameters": "zeros"}
+    for part in (*net.entries, net):
+        sw.fully_shard(part, **options)
+    with sw.comm.record() as calls:
+        net(torch.full((3, WIDE), 1.0 + rank), rank == 1).square().mean().backward()
+    for each in range(world_size):
+        loss = plain(torch.full((3, WIDE), 1.0 + each), each == 1).square().mean()
+        (loss / world_size).backward()
+    assert_gradients_equal(net, plain)
+    return calls
+
+
+def test_units_that_are_used_in_part_reduce_when_others_do() -> None:
+    first, second = run_ranks(entered, 2)
+    assert len(first) > 12 and first == second

@@ -138,50 +138,6 @@ def test_the_full_tensor_of_every_parameter_is_the_reference(
         assert any(numel == 0 for rank in held for numel in rank), "some rank owns nothing of one"
 
 
-def check_uneven(rank: int, world_size: int) -> list[int]:
-    ranks = Ranks(mesh_of(world_size))
-    layout = plan([Item("rows", (7, 13))], world_size)
-    return [make(layout, ranks, [S]).dtensor(0).to_local().numel() // 13]
-
-
-def test_rows_that_do_not_divide_are_uneven_and_some_rank_has_none_of_two() -> None:
-    rows = [count for (count,) in run_ranks(check_uneven, 4)]
-    assert sum(rows) == 7 and len(set(rows)) > 1
-
-
-@on_ranks(2)
-def test_every_way_of_writing_is_counted_and_reading_is_not(rank: int, world_size: int) -> None:
-    buffer = fill(
-        make(plan(items_of(ROW), world_size), Ranks(mesh_of(world_size)), [S]), whole_values()
-    )
-    tensor = buffer.dtensor(0)
-    parameter = torch.nn.Parameter(buffer.dtensor(1))
-    seen = [buffer.writes]
-
-    def changed() -> bool:
-        seen.append(buffer.writes)
-        return seen[-1] != seen[-2]
-
-    with torch.no_grad():
-        tensor.to_local(), tensor.full_tensor(), tensor + 1, tensor.norm(), parameter.detach()
-        assert not changed(), "reading is no change"
-        writes = [
-            lambda: tensor.add_(1),
-            lambda: tensor.mul_(2),
-            lambda: tensor.copy_(whole_values()[0]),
-            lambda: parameter.add_(1),
-            lambda: parameter.data.mul_(3),
-            lambda: parameter.detach().zero_(),
-            lambda: torch._foreach_add_([tensor, parameter], 1),
-            lambda: torch.nn.init.normal_(parameter),
-            lambda: tensor.zero_(),
-        ]
-        for number, write in enumerate(writes):
-            write()
-            assert changed(), number
-    assert len(writes) == 9
-
-
 # ------------------------------------------------------------------------------ release and restore
 
 

@@ -22,7 +22,6 @@ from shardwise.core.layout import (
     ELEMENT,
     ROW,
     TENSOR,
-    Grain,
     Item,
     Layout,
     cut_finer,
@@ -153,64 +152,6 @@ def test_the_picture_in_the_docstring() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("items", "num_shards", "shard_size", "starts"),
-    [
-        # 7 rows of 13 over 3: no aligned shard holds whole rows, so shards are 3 rows, unaligned.
-        ([Item("w", (7, 13))], 3, 39, (0,)),
-        ([Item("w", (7, 13))], 1, 128, (0,)),
-        ([Item("w", (1, 1))], 4, 64, (0,)),
-        ([Item("w", ())], 1, 64, (0,)),
-        # One tensor per shard, and the vector fills what is left behind the smaller one.
-        ([Item("v", (64,)), Item("a", (2, 128), TENSOR), Item("b", (3, 128), TENSOR)], 2, 384,
-         (640, 384, 0)),
-        # rows(32) of 4: 128 elements stay together, so 3 grains over 2 shards are 2 and 1.
-        ([Item("w", (96, 4), rows(32))], 2, 256, (0,)),
-        # tensor/2 of 5 rows is 3 rows and 2 rows.
-        ([Item("w", (5, 64), tensor_fraction(2))], 2, 192, (0,)),
-        # Crossed once: rows of 192 do not divide 320, but a start at 448 has 192 before the cut at
-        # 640; the vector fills the gap that this leaves.
-        ([Item("t", (1, 320), TENSOR), Item("w", (2, 192)), Item("v", (128,))], 3, 320,
-         (0, 448, 320)),
-    ],
-)  # fmt: skip
-def test_offsets_by_hand(
-    items: list[Item], num_shards: int, shard_size: int, starts: tuple[int, ...]
-) -> None:
-    layout = plan(items, num_shards)
-    assert (layout.shard_size, layout.starts) == (shard_size, starts), layout.picture()
-
-
-def test_grain_sizes() -> None:
-    sizes = {str(grain): grain.size((5, 3, 7)) for grain in GRAINS}
-    assert sizes == {"element": 1, "row": 21, "rows(4)": 84, "rows(32)": 672, "tensor": 105,
-                     "tensor/2": 63, "tensor/3": 42}  # fmt: skip
-    assert [grain.size(()) for grain in (ELEMENT, ROW, TENSOR)] == [1, 1, 1]
-    assert ROW.size((9,)) == 1
-
-
-def test_piece_shapes_and_chunks() -> None:
-    layout = plan([Item("w", (4, 3, 2)), Item("scalar", ())], 1)
-    assert layout.piece_shape(0, 6, 18) == (2, 3, 2)
-    assert layout.piece_shape(0, 6, 17) == (11,)
-    assert layout.piece_shape(0, 24, 24) == (0, 3, 2)
-    assert layout.piece_shape(1, 0, 1) == () and layout.piece_shape(1, 1, 1) == (0,)
-    assert layout.chunks(1, 0, 1) == (((), ()),) and layout.chunks(1, 0, 0) == ()
-    assert layout.chunks(0, 3, 19) == (
-        ((0, 1, 1), (1, 1, 1)),
-        ((0, 2, 0), (1, 1, 2)),
-        ((1, 0, 0), (2, 3, 2)),
-        ((3, 0, 0), (1, 1, 1)),
-    )
-
-
-def test_one_shard_pads_for_alignment_only() -> None:
-    items = [Item("a", (1009, 1009)), Item("b", (7, 13), TENSOR), Item("c", (5,)), Item("d", ())]
-    layout = plan(items, 1)
-    assert layout.padding < ALIGNMENT * len(items)
-    assert plan(transformer_unit(), 1).padding == 0
-
-
 # ------------------------------------------------------------------------------------- refusals
 
 
@@ -231,28 +172,6 @@ def test_broken_layouts_are_refused_by_name(
     items = (Item("a", (2, 64)), Item("b", (4, 64), TENSOR))
     with pytest.raises(ValueError, match=message):
         Layout(items, 4, shard_size, starts)
-
-
-def test_second_cut_is_checked() -> None:
-    with pytest.raises(ValueError, match="'a' at 128 has a row of 64 elements cut every 96"):
-        Layout((Item("a", (4, 64)),), 6, 96, (128,))  # cut at 64, which is legal, then at 160
-
-
-def test_users_are_told_what_to_change() -> None:
-    with pytest.raises(ValueError, match="'empty' of shape \\(4, 0\\) holds no elements"):
-        Item("empty", (4, 0))
-    with pytest.raises(ValueError, match="0 parameters over 2 shards"):
-        plan([], 2)
-    with pytest.raises(ValueError, match="1 parameters over 0 shards"):
-        plan([Item("a", (1,))], 0)
-    with pytest.raises(ValueError, match="two parameters are named 'a'"):
-        plan([Item("a", (1,)), Item("a", (2,))], 2)
-    with pytest.raises(ValueError, match="'column' is unknown"):
-        Grain("column")
-    with pytest.raises(ValueError, match="count 0 cannot exist"):
-        rows(0)
-    with pytest.raises(ValueError, match="shards 1 to 3 of a layout of 2"):
-        plan([Item("a", (1,))], 2).piece(0, 1, 2)
 
 
 # ------------------------------------------------------------------------------------- padding
@@ -299,19 +218,6 @@ def test_never_far_above_fsdp2(
     price = price_of_alignment(items, num_shards)
     # Padding below CHEAP_PADDING is taken for one collective less.
     assert total <= fsdp2_numel(items, num_shards) * factor + max(price, CHEAP_PADDING)
-
-
-def test_few_short_odd_parameters_do_not_explode() -> None:
-    items = [Item(name, (11, 40_009)) for name in "abc"]
-    assert plan(items, 11).padding > 2 * sum(item.numel for item in items)  # each stays whole
-    assert plan_groups(items, 11) == [(0,), (1,), (2,)]
-    assert all(plan([item], 11).padding == 0 for item in items)
-
-
-def test_a_small_unit_is_one_collective_whatever_it_pads() -> None:
-    items = [Item(name, (11, 47)) for name in "abc"]
-    assert 0 < plan(items, 11).padding <= CHEAP_PADDING
-    assert plan_groups(items, 11) == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize("num_shards", [2, 8, 32, 64, 128, 256, 512, 1024])

@@ -41,32 +41,10 @@ def is_legal(compute: Placement, grad: Placement, main: Placement) -> bool:
     }
 
 
-@pytest.mark.parametrize(
-    ("stage", "compute", "grad", "main"),
-    [
-        (0, REPLICATE, PARTIAL, REPLICATE),
-        (1, REPLICATE, PARTIAL, SHARD),
-        (2, REPLICATE, SHARD, SHARD),
-        (3, SHARD, SHARD, SHARD),
-    ],
-)
-def test_zero_stages_are_rows_of_the_table(
-    stage: int, compute: Placement, grad: Placement, main: Placement
-) -> None:
-    assert zero(stage) == Placements(compute=[compute], grad=[grad], main=[main])
-
-
 @pytest.mark.parametrize("stage", [-1, 4, "3", None])
 def test_other_stages_are_refused(stage: object) -> None:
     with pytest.raises(ValueError, match="the stages are 0, 1, 2 and 3"):
         zero(stage)  # type: ignore[arg-type]
-
-
-def test_hsdp_and_hfsdp_differ_only_in_the_outer_main_axis() -> None:
-    assert hsdp().compute == hfsdp().compute == (REPLICATE, SHARD)
-    assert hsdp().grad == hfsdp().grad == (PARTIAL, SHARD)
-    assert hsdp().main == (REPLICATE, SHARD)
-    assert hfsdp().main == (SHARD, SHARD)
 
 
 def test_one_axis_lists_are_legal_exactly_as_the_table_says() -> None:
@@ -95,25 +73,6 @@ def test_two_axis_lists_are_legal_where_each_axis_is_and_shards_are_a_suffix() -
             with pytest.raises(ValueError, match="cannot work"):
                 Placements(compute=compute, grad=grad, main=main)
     assert legal == 14
-
-
-@pytest.mark.parametrize(
-    ("compute", "grad", "main", "reason"),
-    [
-        ([REPLICATE], [PARTIAL, PARTIAL], [REPLICATE], "one entry per data-parallel axis"),
-        ([], [], [], "at least one"),
-        ([PARTIAL], [PARTIAL], [REPLICATE], "weights are Replicate or Shard"),
-        ([SHARD, REPLICATE], [PARTIAL, PARTIAL], [SHARD, SHARD], "must be a suffix"),
-        ([SHARD], [PARTIAL], [REPLICATE], "compute is sharded, so main must be"),
-        ([REPLICATE], [SHARD], [REPLICATE], "grad is sharded, so main must be"),
-        ([REPLICATE], [REPLICATE], [REPLICATE], "accumulates as Partial"),
-    ],
-)
-def test_the_error_says_what_is_wrong(
-    compute: list[Placement], grad: list[Placement], main: list[Placement], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        Placements(compute=compute, grad=grad, main=main)
 
 
 def test_every_problem_is_named_at_once() -> None:
@@ -163,15 +122,6 @@ def test_shards_of_all_ranks_cover_the_buffer_once_and_a_gather_joins_neighbours
             joined = [shard for peer in peers for shard in range(held[peer][0], sum(held[peer]))]
             first, count = shard_range(wider, sizes, rank, num_shards)
             assert joined == list(range(first, first + count))
-
-
-def test_the_inner_axis_is_the_major_shard_index() -> None:
-    held = {
-        (outer, inner): shard_range([SHARD, SHARD], (2, 3), (outer, inner), 6)
-        for outer in range(2)
-        for inner in range(3)
-    }
-    assert held == {(o, i): (i * 2 + o, 1) for o in range(2) for i in range(3)}
 
 
 # ------------------------------------------------------------------------------ steps

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.core import comm
-from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, Item, plan
+from shardwise.core.layout import ELEMENT, ROW, Grain, Item, plan
 from shardwise.core.mesh import Ranks
 from shardwise.core.tensor import Cut, ShardedTensor
 from tests.ranks import on_ranks, run_ranks
@@ -85,16 +84,6 @@ def test_inner_axis_is_the_major_one() -> None:
     assert [result[0] for result in results] == [0, 2, 1, 3]
     pieces = sorted(result[1:] for result in results)
     assert pieces[0][0] == 0 and sum(hi - lo for lo, hi in pieces) == 450
-
-
-@on_ranks(3)
-def test_a_tensor_with_one_owner_is_not_gathered_padded(rank: int, world_size: int) -> None:
-    world = World((3,), (True,), 1, TENSOR)
-    tensor = world.tensors(full_tensors())["tall"]
-    with comm.record() as calls:
-        check(tensor, full_tensors()["tall"])
-    # three ranks would receive three tensors' worth of padding
-    assert [call.operation for call in calls] == ["all_reduce"]
 
 
 @on_ranks(2)
