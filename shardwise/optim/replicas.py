@@ -15,9 +15,10 @@ The sizes of matrices alone decide which rule costs less between replicas.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from shardwise.core.placements import ranks_by
 from shardwise.core.tensor import ShardedTensor
 from shardwise.optim.ownership import WIDTH, Ownership
 from shardwise.optim.split import Piece
-from shardwise.optim.storage import Sharding, buffer_of, pieces_of
+from shardwise.optim.storage import Sharding, pieces_of
 
 
 def evenly_is_cheaper(plan: Ownership) -> bool:
@@ -54,17 +55,20 @@ def evenly_is_cheaper(plan: Ownership) -> bool:
     return evenly < by_matrix
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Spread:
     """Parameters of one Sharding, divided evenly between their replicas."""
 
     sharding: Sharding  # in which the replicas are shards
     replicas: comm.Axis
     places: list[int]  # by rank of ``replicas``: its number in a division
-    divisions: list[Evenly]  # by parameter
-    pieces: list[tuple[Piece, ...]]  # by parameter: the elements that each rank updates
-    mine: list[Span]  # by parameter: the part of this rank's elements that this rank updates
-    buffers: list[tuple[list[int], int]]  # by buffer: its parameters, the elements of a replica
+    # By parameter: its division; the elements that each rank updates; the part of this rank's
+    # elements that this rank updates.
+    divisions: dict[int, Evenly] = field(default_factory=dict)
+    pieces: list[tuple[Piece, ...]] = field(default_factory=list)
+    mine: list[Span] = field(default_factory=list)
+    # By buffer: its parameters, the elements of a replica.
+    buffers: list[tuple[list[int], int]] = field(default_factory=list)
 
     def take(self, position: int, flat: Tensor) -> Tensor:
         """The part of a flat tensor that this rank updates."""
@@ -83,8 +87,9 @@ class Spread:
             part = torch.cat([*updated, flat[0].new_zeros(chunk - sum(map(len, updated)))])
             whole = counted(part.new_empty(self.replicas.size * chunk), "receive")
             comm.all_gather(whole, part, self.replicas).wait()
-            if self.places != sorted(self.places):  # several axes: divisions have another order
-                order = sorted(range(len(self.places)), key=self.places.__getitem__)
+            # Several axes: divisions have another order.
+            order = sorted(range(len(self.places)), key=self.places.__getitem__)
+            if order != sorted(order):
                 whole = whole.view(-1, chunk)[order].view(-1)
             lengths = list(map(len, flat))
             torch._foreach_copy_(flat, list(whole[: sum(lengths)].split(lengths)))
@@ -96,14 +101,20 @@ def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
     assert replicas is not None
     shard_places = sharding.places(sharding.sharded)
     places = sharding.places(sharding.replicated)
-    stored = [pieces_of(parameter) for parameter in parameters]
+    flags = list(zip(sharding.sharded, sharding.replicated, strict=True))
+    joined = replace(sharding, sharded=tuple(cuts or copies for cuts, copies in flags))
+    spread = Spread(joined, replicas, places)
+    # The rank on the joint axis of shards and replicas, by (rank of the shards, number of the
+    # replica).
+    sizes = itertools.compress(sharding.sizes, joined.sharded)
+    ranks = ranks_by(list(sizes), list(itertools.compress(sharding.sharded, joined.sharded)))
+    joint = {(shard, places[replica]): rank for rank, (replica, shard) in enumerate(ranks)}
     shard, replica = shards.rank if shards is not None else 0, places[replicas.rank]
-    joint = _joint_ranks(sharding, places)
+    stored = [pieces_of(parameter) for parameter in parameters]
     members_of: dict[Any, list[int]] = {}  # by buffer
     for position, parameter in enumerate(parameters):
-        members_of.setdefault((id(buffer_of(parameter)), parameter.dtype), []).append(position)
-    divisions: dict[int, Evenly] = {}
-    buffers = []
+        assert isinstance(parameter, ShardedTensor)
+        members_of.setdefault((id(parameter.buffer), parameter.dtype), []).append(position)
     for members in members_of.values():
         members.sort(key=lambda position: _start(parameters[position]))
         placed = [
@@ -111,14 +122,13 @@ def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
             for position in members
         ]
         divided = divide_evenly(placed, len(shard_places), len(places))
-        divisions |= zip(members, divided, strict=True)
-        buffers.append((members, divided[0].chunks[shard_places[shard]]))
+        spread.divisions |= zip(members, divided, strict=True)
+        spread.buffers.append((members, divided[0].chunks[shard_places[shard]]))
     # Parameters that are alike share the stored pieces, and so the pieces to update. The dictionary
     # keeps the stored pieces alive, whose id is part of the key.
     known: dict[Any, tuple[Sequence[Piece], tuple[Piece, ...]]] = {}
-    pieces, mine = [], []
     for position, stored_pieces in enumerate(stored):
-        division, key = divisions[position], (id(stored_pieces), divisions[position])
+        division, key = spread.divisions[position], (id(stored_pieces), spread.divisions[position])
         if key not in known:
             updated = (
                 (joint[rank, number], *span)
@@ -126,34 +136,14 @@ def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
                 for number, span in division.parts(shard_places[rank], low, high)
             )
             known[key] = stored_pieces, tuple(updated)
-        pieces.append(known[key][1])
+        spread.pieces.append(known[key][1])
         here = ((low, high) for rank, low, high in stored_pieces if rank == shard)
         low, high = next(here, (0, 0))
         begin, end = division.part(replica, shard_places[shard], low, high)
-        mine.append((begin - low, end - low) if begin < end else (0, 0))
-    flags = zip(sharding.sharded, sharding.replicated, strict=True)
-    return Spread(
-        sharding=replace(sharding, sharded=tuple(cuts or copies for cuts, copies in flags)),
-        replicas=replicas,
-        places=places,
-        divisions=[divisions[position] for position in range(len(parameters))],
-        pieces=pieces,
-        mine=mine,
-        buffers=buffers,
-    )
+        spread.mine.append((begin - low, end - low) if begin < end else (0, 0))
+    return spread
 
 
-def _start(parameter: Tensor) -> int:
-    """The offset of a parameter in its buffer; 0 for parameters of other libraries."""
-    if isinstance(parameter, ShardedTensor):
-        return parameter.cut.layout.starts[parameter.cut.index]
-    return 0
-
-
-def _joint_ranks(sharding: Sharding, places: Sequence[int]) -> dict[tuple[int, int], int]:
-    """The rank on the joint axis of shards and replicas, by (rank of the shards, number of the
-    replica)."""
-    flags = list(zip(sharding.sizes, sharding.sharded, sharding.replicated, strict=True))
-    axes = [(size, sharded) for size, sharded, replicated in flags if sharded or replicated]
-    ranks = ranks_by([size for size, _ in axes], [sharded for _, sharded in axes])
-    return {(shard, places[replica]): joint for joint, (replica, shard) in enumerate(ranks)}
+def _start(parameter: Any) -> int:
+    """The offset of a parameter in its buffer."""
+    return int(parameter.cut.layout.starts[parameter.cut.index])

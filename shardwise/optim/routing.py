@@ -112,9 +112,9 @@ def route(
     chosen: dict[str, dict[Kind, str]] = {name: {} for name in names}  # kind -> selector
     wanted: dict[Kind, Any] = {"matrix": matrix, "elementwise": elementwise}
     for kind, selectors in wanted.items():
-        for selector in _listed(selectors):
-            text, matches = _parsed(selector, problems)
-            matching = [name for name, parameter in names.items() if matches(name, parameter)]
+        single = isinstance(selectors, (str, nn.Module, Tensor)) or callable(selectors)
+        for selector in [selectors] if single else selectors:
+            text, matching = _matching(selector, names, problems)
             if kind == "matrix" and isinstance(selector, nn.Module):  # without its biases
                 matching = [name for name in matching if names[name].ndim > 1]
             if not matching:
@@ -126,14 +126,14 @@ def route(
     for name, values in _by_pattern("settings", settings or {}, names, problems):
         settings_of.setdefault(name, {}).update(values)
     routes: dict[str, Route] = {}
-    facts = _model_facts(places)
+    default = _default_of(places)
     for name, parameter, modules in places:
-        kind, reason = _default(name, parameter, modules, facts)
+        kind, reason = default(name, parameter, modules)
         for by_user, selector in chosen[name].items():
             kind, reason = by_user, f"chosen by {selector}"
         if len(chosen[name]) == 2:
             problems.append(f"'{name}' is given to two optimizers: {chosen[name]}; narrow one")
-        convolution = parameter.ndim > 3 or any(isinstance(m, _CONVOLUTIONS) for m in modules)
+        convolution = parameter.ndim > 3 or _any_of(modules, _CONVOLUTIONS)
         routes[name] = Route(
             kind=kind,
             reason=reason,
@@ -158,12 +158,12 @@ def routes_of(model: nn.Module) -> list[Routed]:
     """Every parameter with the route that :func:`route` stored, else the default route."""
     recall_routes(model.modules())
     places = _places(model)
-    facts = _model_facts(places)
+    default = _default_of(places)
     routed = []
     for name, parameter, modules in places:
         chosen = recorded(parameter)
         if chosen is None:
-            kind, reason = _default(name, parameter, modules, facts)
+            kind, reason = default(name, parameter, modules)
             chosen = Route(kind=kind, reason=reason, split=_declared(parameter, kind))
         routed.append(Routed(name, parameter, chosen))
     return routed
@@ -218,54 +218,46 @@ def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str
 # ------------------------------------------------------------------------------ the default
 
 
-@dataclass(frozen=True)
-class _ModelFacts:
-    """Facts of the whole model that the default routes depend on."""
-
-    vocabularies: frozenset[Shape]  # shapes of embedding tables of words
-    last: int  # the id of the last parameter of two dimensions or more
-
-
-def _model_facts(places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]]) -> _ModelFacts:
-    tables = [
-        tuple(parameter.shape)
-        for _, parameter, modules in places
-        if any(isinstance(module, _EMBEDDINGS) for module in modules)
-    ]
+def _default_of(
+    places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]],
+) -> Callable[[str, Tensor, Sequence[nn.Module]], tuple[Kind, str]]:
+    """The function that gives each parameter of a model its default: the kind and the reason."""
+    tables = [tuple(p.shape) for _, p, modules in places if _any_of(modules, _EMBEDDINGS)]
     most_rows = {width: max(r for r, w in tables if w == width) for _, width in tables}
     # A square table, or one with fewer rows than another of its width, holds positions or types.
     words = {(rows, width) for rows, width in tables if rows == most_rows[width] != width}
-    matrices = [id(parameter) for _, parameter, _ in places if parameter.ndim > 1]
-    return _ModelFacts(frozenset(words), matrices[-1] if matrices else 0)
+    matrices = [parameter for _, parameter, _ in places if parameter.ndim > 1]
+    last = matrices[-1] if matrices else None
+
+    def default(name: str, parameter: Tensor, modules: Sequence[nn.Module]) -> tuple[Kind, str]:
+        shape = tuple(parameter.shape)
+        holders = [type(module).__name__.lower() for module in modules]
+        embeds = any(holder.endswith(_NAMED_EMBEDDINGS) for holder in holders)
+        reasons = {
+            "no matrix, its module says": getattr(parameter, "matrix_blocks", None) == (),
+            "embedding, tied": _any_of(modules, _EMBEDDINGS) and len(modules) > 1,
+            "embedding": _any_of(modules, _EMBEDDINGS),
+            "embedding, by name": embeds or "embed" in name.split(".")[-1],
+            "scalar": not shape,
+            "vector": len(shape) < 2,
+            "convolution": _any_of(modules, _CONVOLUTIONS),
+            "norm": any("norm" in holder for holder in holders),
+            f"{len(shape)} dimensions": len(shape) > 3,
+            "output head, by name": names_head(name),
+            "output head, shaped like an embedding": shape in words and parameter is last,
+            "no elements": 0 in shape,
+            "a single row or column": 1 in shape[-2:],
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                return "elementwise", reason
+        return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
+
+    return default
 
 
-def _default(
-    name: str, parameter: Tensor, modules: Sequence[nn.Module], facts: _ModelFacts
-) -> tuple[Kind, str]:
-    """The kind of a parameter's default route, and the reason."""
-    shape = tuple(parameter.shape)
-    if getattr(parameter, "matrix_blocks", None) == ():
-        return "elementwise", "no matrix, its module says"
-    if any(isinstance(module, _EMBEDDINGS) for module in modules):
-        return "elementwise", "embedding" if len(modules) == 1 else "embedding, tied"
-    holders = [type(module).__name__.lower() for module in modules]
-    if "embed" in name.split(".")[-1] or any(h.endswith(_NAMED_EMBEDDINGS) for h in holders):
-        return "elementwise", "embedding, by name"
-    if len(shape) < 2:
-        return "elementwise", "vector" if shape else "scalar"
-    if any(isinstance(module, _CONVOLUTIONS) for module in modules):
-        return "elementwise", "convolution"
-    if any("norm" in holder for holder in holders):
-        return "elementwise", "norm"
-    if len(shape) > 3:
-        return "elementwise", f"{len(shape)} dimensions"
-    if names_head(name):
-        return "elementwise", "output head, by name"
-    if shape in facts.vocabularies and id(parameter) == facts.last:
-        return "elementwise", "output head, shaped like an embedding"
-    if 0 in shape or min(shape[-2:]) == 1:
-        return "elementwise", "a single row or column" if parameter.numel() else "no elements"
-    return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
+def _any_of(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(module, kinds) for module in modules)
 
 
 def names_head(name: str) -> bool:
@@ -302,27 +294,25 @@ def _places(model: nn.Module) -> list[tuple[str, nn.Parameter, list[nn.Module]]]
     return list(places.values())
 
 
-def _listed(selectors: Selector | Sequence[Selector]) -> list[Any]:
-    single = isinstance(selectors, (str, nn.Module, Tensor)) or callable(selectors)
-    return [selectors] if single else list(selectors)  # type: ignore[arg-type,list-item]
-
-
-def _parsed(selector: Any, problems: list[str]) -> tuple[str, Callable[[str, Tensor], bool]]:
-    """A selector in words, and as a function (name, parameter) -> bool."""
+def _matching(
+    selector: Any, names: Mapping[str, Tensor], problems: list[str]
+) -> tuple[str, list[str]]:
+    """A selector in words, and the names that it selects."""
     if isinstance(selector, str):
-        return repr(selector), lambda name, parameter: fnmatch.fnmatchcase(name, selector)
+        return repr(selector), fnmatch.filter(names, selector)
     if isinstance(selector, nn.Module):
         inside = set(map(id, selector.parameters()))
-        return f"a {type(selector).__name__}", lambda name, parameter: id(parameter) in inside
+        return f"a {type(selector).__name__}", [n for n, p in names.items() if id(p) in inside]
     if isinstance(selector, Tensor):
         text = f"a parameter of shape {list(selector.shape)}"
-        return text, lambda name, parameter: parameter is selector
+        return text, [name for name, parameter in names.items() if parameter is selector]
     if callable(selector):
-        return f"{getattr(selector, '__name__', 'a function')}()", selector
+        found = [name for name, parameter in names.items() if selector(name, parameter)]
+        return f"{getattr(selector, '__name__', 'a function')}()", found
     problems.append(
         f"{selector!r} selects nothing: use a name pattern, a module, a parameter or a function"
     )
-    return repr(selector), lambda name, parameter: False
+    return repr(selector), []
 
 
 def _by_pattern(

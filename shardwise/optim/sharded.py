@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where parameters are sharded."""
         self._names = names
         self._rules: dict[int, Any] = {}  # by id of a group: its settings when it was made
-        self._matrix_groups: list[MatrixGroup] | None = None
+        self._matrix_groups: list[MatrixGroup] | None = None  # None: groups are being added
         self._clip: Clip | None = None  # for the next step
         # (name, norm of this rank's piece of the gradient, on the device) of the last clip.
         self.last_norms: list[tuple[str, Tensor]] = []
@@ -75,9 +75,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kind, group = param_group.get("kind"), dict(param_group)
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: a parameter group is one of {', '.join(KINDS)}")
-        rule = group.pop("rule", None)
-        if rule is None:
-            rule, group = self._checked(group)
+        if "rule" not in group:
+            group = self._completed(group)
+        rule = group.pop("rule")
         super().add_param_group(group)
         group = self.param_groups[-1]
         self._rules[id(group)] = rule
@@ -88,20 +88,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._matrix_groups is not None:
             self._plan()
 
-    def _checked(self, group: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The rule of a group to add, and the group with all of its settings; raises before the
-        optimizer changes."""
-        kind, problems = group["kind"], []
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group to add, with its rule and all settings; raises before the optimizer changes."""
+        kind = group["kind"]
         first = next((group for group in self.param_groups if group["kind"] == kind), {})
         default = {"matrix": MuonSettings(), "elementwise": AdamWSettings()}.get(kind)
         rule = self._rules.get(id(first), default)
         if rule is None:
-            raise ValueError(
-                f"kind={kind!r}: this optimizer has no such group to take the function from"
-            )
+            raise ValueError(f"kind={kind!r}: there is no such group to take the function from")
         filled = {key: first[key] for key in first if key not in ("params", "initial_lr")} | group
         own = {key: value for key, value in filled.items() if key not in _OTHER_KEYS}
         known = {key: own[key] for key in own if key in group_of(rule, ())}
+        problems = []
         if unknown := [key for key in own if key not in known and key not in first]:
             problems.append(f"a group of kind {kind!r} does not know {', '.join(unknown)}")
         try:
@@ -116,8 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problems += parameter_problems(named, matrices)
         facts = [known, [(kind, tuple(p.shape)) for _, p in named]]
         raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in named))
-        filled = group_of(rule, params) | filled
-        return filled.pop("rule"), filled | {"params": params}
+        return group_of(rule, params) | filled | {"params": params}
 
     def _plan(self) -> None:
         """Assign owners, and store states accordingly (collective where parameters are sharded)."""
@@ -136,9 +133,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._make_states()
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def _make_states(self) -> None:
         """Store the states of every parameter where they belong, and make missing ones, also after
         ``optimizer.state.clear()``."""
@@ -150,6 +144,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for position, member in enumerate(matrices.members):
                 before = self.state[member.parameter]
                 self.state[member.parameter] = matrices.state_of(position, before)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
@@ -169,14 +166,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = self._parameters()
         if len(self.state) < len(parameters) or not all(self.state.values()):
             self._make_states()
-        with plain_attributes():
+        with plain_attributes(), torch._C._DisableAutocast():
             place_gradients(parameters)
             clip, changes = self._take_clip()
+            if not changes:
+                return loss
             if clip is None:
                 widen_gradients(parameters)
-        if not changes:
-            return loss
-        with plain_attributes(), torch._C._DisableAutocast():
             stepped: list[Tensor] = []
             for group in self.param_groups:
                 if group["kind"] == "elementwise":
@@ -238,12 +234,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ state dicts
 
-    def __getstate__(self) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} can be neither copied nor pickled: owners and names belong to "
-            f"its parameters. Build one for the copied model, and load the state_dict() of this one"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Like torch's, with the names of parameters."""
         state_dict: dict[str, Any] = super().state_dict()
@@ -253,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like torch's. Saved states go to the parameters of the same names, also if these are
-        in another order."""
+        in another order; raises where a state has another shape than its parameter."""
         groups, states = self.param_groups, state_dict["state"]
         kinds = [group.get("function", group["kind"]) for group in groups]
         others = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
@@ -262,7 +252,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the state dict holds groups of kinds {others}, this optimizer {kinds}: build it "
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
-        saved_groups = self._by_name(state_dict)
+        saved_groups, problems = [], []
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+            names, indices = [self._name(p) for p in group["params"]], saved["params"]
+            index_of = dict(zip(saved.get("param_names", ()), indices, strict=False))
+            if index_of.keys() == set(names):
+                indices = [index_of[name] for name in names]
+            own = {key: value for key, value in group.items() if key not in _OTHER_KEYS}
+            saved = {key: value for key, value in saved.items() if key != "param_names"}
+            saved_groups.append(own | saved | {"params": indices})
+            problems += [
+                f"'{name}' of shape {list(p.shape)} would get {key} of {list(value.shape)}"
+                for name, p, index in zip(names, group["params"], indices, strict=False)
+                for key, value in states.get(index, {}).items()
+                if group["kind"] != "function" and getattr(value, "shape", ()) not in ((), p.shape)
+            ]
+        if problems:
+            raise ValueError(
+                "the state dict is of other parameters, or of these in another order; nothing was "
+                "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
+            )
         super().load_state_dict(state_dict | {"param_groups": saved_groups})
         # The groups stay the same objects, which matrix groups refer to, so nothing is planned.
         loaded_groups, self.param_groups = self.param_groups, groups
@@ -274,29 +283,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for parameter, index in zip(group["params"], saved["params"], strict=True):
                     self.state[parameter] = dict(states.get(index, {}))
         self._make_states()
-
-    def _by_name(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """The groups of a state dict, with parameters in the order of this optimizer if the names
-        are the same; raises where a state has another shape than its parameter."""
-        saved_groups, problems = [], []
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            names, indices = [self._name(p) for p in group["params"]], saved["params"]
-            index_of = dict(zip(saved.get("param_names", ()), indices, strict=False))
-            if index_of.keys() == set(names) and len(index_of) == len(names):
-                indices = [index_of[name] for name in names]
-            own = {key: value for key, value in group.items() if key not in _OTHER_KEYS}
-            saved = {key: value for key, value in saved.items() if key != "param_names"}
-            saved_groups.append(own | saved | {"params": indices})
-            if group["kind"] != "function":
-                problems += [
-                    f"'{name}' of shape {list(p.shape)} would get {key} of {list(value.shape)}"
-                    for name, p, index in zip(names, group["params"], indices, strict=False)
-                    for key, value in state_dict["state"].get(index, {}).items()
-                    if isinstance(value, Tensor) and value.ndim and value.shape != p.shape
-                ]
-        if problems:
-            raise ValueError(
-                "the state dict is of other parameters, or of these in another order; nothing was "
-                "loaded: " + "; ".join(problems[:4]) + ". sw.save and sw.load go by names"
-            )
-        return saved_groups

@@ -20,10 +20,10 @@ Matrix. Interleaved blocks share one Matrix, and the owner separates them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -103,7 +103,7 @@ class Split:
             inside = repeats % count == 0
             return (Split(sizes=sizes, dim=dim, groups=groups), False) if inside else None
         step = shape[-2 + dim] // count
-        bounds = [0, *accumulate(sizes)]
+        bounds = [0, *itertools.accumulate(sizes)]
         if any(step * number not in bounds for number in range(count)):
             return None
         first, end = bounds.index(step * block), bounds.index(step * (block + 1))
@@ -215,13 +215,10 @@ def stored_matrices(
             if lo >= end:
                 break
             stored.append((rank, max(lo, start) - start, min(hi, end) - start))
-        found.append(
-            replace(
-                matrix,
-                name=name if len(matrices) == 1 else f"{name}[{number}]",
-                pieces=tuple(stored),
-                cost=sum(cost(rows, cols) for rows, cols in matrix.shapes),
-                **facts,
-            )
-        )
+        changes: dict[str, Any] = {
+            "name": name if len(matrices) == 1 else f"{name}[{number}]",
+            "pieces": tuple(stored),
+            "cost": sum(cost(rows, cols) for rows, cols in matrix.shapes),
+        }
+        found.append(replace(matrix, **changes, **facts))
     return found

@@ -283,22 +283,6 @@ def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     assert {p.dtype for p in net.parameters()} == {torch.float64}
 
 
-def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = born(torch.bfloat16)
-    optimizer_of(model)
-    sw.Muon([("w", model.blocks[0].up.weight)])
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2, texts
-    assert "15 parameters" in texts[0] and "'blocks.0.up.weight'" in texts[0], texts
-    assert "fully_shard" in texts[0] and ".float()" in texts[0] and "'w'" in texts[1]
-    caplog.clear()
-    wide = optimizer_of(born(torch.float32))
-    assert not caplog.records
-    late = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    wide.add_param_group({"params": [late], "kind": "elementwise"})
-    assert "stored in 16 bits" in caplog.text
-
-
 class Gated(nn.Module):
     """A bf16 projection under an fp32 router, as MoE models have it, and integers beside them."""
 

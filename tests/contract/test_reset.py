@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
-from shardwise.optim.matrix_group import MatrixGroup
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     Block,
@@ -189,43 +185,3 @@ def test_an_optimizer_over_gathered_weights_is_refused(rank: int, world_size: in
     vector_loss(net, rank).backward()
     message = raised(optimizer.step, RuntimeError)
     assert "AdamW" in message and ".weight'" in message and "reshard()" in message
-
-
-# ------------------------------------------------------------------------- half a step
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
-@on_ranks(2)
-def test_after_half_a_step_weights_and_states_must_be_loaded(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """An exception between two parts of a step: some weights are updated and others are not."""
-    net, plain = pair(Mined)
-    wrap(net, world_size, strategy)
-    made = [
-        sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-2))
-        for model in (net, plain)
-    ]
-
-    def train(step: int) -> None:
-        check_backward(net, plain, vector_loss, rank, world_size, step)
-        for each in made:
-            each.step()
-            each.zero_grad()
-
-    train(0)
-    before = {name: full(value).clone() for name, value in net.state_dict().items()}
-    states = copy.deepcopy(made[0].state_dict())
-    vector_loss(net, rank, 1).backward()
-    with mock.patch.object(MatrixGroup, "_alike", side_effect=BoomError("between two parts")):
-        raised(made[0].step, BoomError)
-    assert any(not torch.equal(full(p), before[name]) for name, p in net.named_parameters())
-    said = raised(made[0].step, RuntimeError)
-    assert "half way (BoomError: between two parts)" in said
-    assert said in raised(lambda: sw.save("/nowhere", net, made[0]), ValueError)
-    made[0].zero_grad()
-    net.load_state_dict(before)
-    made[0].load_state_dict(states)
-    train(1)
-    train(2)
-    assert_parameters_equal(net, plain, 2e-3)

@@ -22,6 +22,7 @@ PACKAGES = {
     "10_torchtitan": [],
     "11_lora": ["peft", "transformers"],
     "12_hugging_face_muon": ["transformers"],
+    "14_keep_fsdp2_accelerate": ["accelerate", "transformers"],
 }
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from shardwise.optim.functions import ANY
-from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from shardwise.optim.gradients import NonFiniteGradient
+from tests.models import Model, make_model, mesh_for, mesh_of, shard_model
 from tests.parity.helpers import everything
 from tests.ranks import run_ranks
 
@@ -106,37 +107,97 @@ def test_what_has_no_gradient_stays_as_in_one_process(way: str) -> None:
     assert found == [7 * (15 + 4 * states + 33)] * world_size
 
 
-def frozen(rank: int, world_size: int, way: str, name: str) -> None:
-    """Through forward and backward: frozen after a step, then a step without any gradient."""
-    model = build(way, world_size)
-    optimizer = optimizer_of(model, name)
-    before = everything(model, optimizer)
-    for step in range(3):
-        if step == 1:
-            for parameter in (*model.layers[0].parameters(), model.layers[1].up.weight):
-                parameter.requires_grad_(False)
-        loss_of(model, tokens(step, 0, rank, world_size)).backward()
-        if step == 2:
-            optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-        after = everything(model, optimizer)
-        for key, value in after.items():
-            stays = step == 2 or (step == 1 and key.startswith(("layers.0", "layers.1.up.weight")))
-            assert torch.equal(value, before[key]) == stays, (way, step, key)
-        before = after
+class Choice(nn.Module):
+    """A unit of which a call may leave a weight out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.entry, self.rare, self.exit = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.uses = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.entry(hidden)
+        return self.exit(self.rare(hidden).tanh() if self.uses else hidden)
 
 
-# Without a second way under which the engine is the same and the optimizer's decision is too: more
-# name that repeat, more functions, torch's hybrid.
-ENGINES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "fsdp2")
-ENGINES += ("data_parallel", "data_parallel normuon", "zero3 normuon")
+def choice_of(way: str, world_size: int, **options: Any) -> Any:
+    model: Any = Choice()
+    if way == "data_parallel":
+        return sw.data_parallel(model, mesh=mesh_of(world_size), **options)
+    if way == "fsdp2":
+        return fully_shard(model, mesh=mesh_of(world_size))
+    placements = sw.zero(int(way[-1])) if way.startswith("zero") else getattr(sw, way)()
+    return sw.fully_shard(
+        model, mesh=mesh_for(placements, world_size), placements=placements, **options
+    )
 
 
-@pytest.mark.parametrize("way", ENGINES)
-def test_what_is_frozen_after_a_step_or_has_been_zeroed_stays(way: str) -> None:
-    world_size, name = WAYS[way]
-    run_ranks(frozen, world_size, way, name)
+def whole(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return [getattr(v.detach(), "full_tensor", v.clone)() for v in (*model.parameters(), *states)]
+
+
+def rarely_used(rank: int, world_size: int, way: str, most: bool) -> None:
+    """After a step of all ranks: a weight that no rank uses, or that one rank lacks, the one that
+    stores most or least of its momentum; and the same where it counts as zeros."""
+    cases = [(False, "none"), (True, "none"), (False, "zeros"), (True, "zeros")]
+    for some, unused in cases[1:2] if most else cases[:1] if way == "fsdp2" else cases:
+        options = {} if way == "fsdp2" else {"unused_parameters": unused}
+        model, one = choice_of(way, world_size, **options), Choice()
+        optimizers = [
+            sw.optimizer(m, matrix=sw.muon(lr=0.1), elementwise=None) for m in (model, one)
+        ]
+        momentum = optimizers[0].state[model.rare.weight]["momentum_buffer"]
+        held: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(held, momentum.to_local().numel())
+        lacks = held.index(max(held) if most else min(held))
+        rows = torch.randn(world_size, 4, 8, generator=torch.Generator().manual_seed(5))
+        for step in range(2):
+            before = whole(model, optimizers[0])
+            users = range(world_size) if step == 0 else {*range(world_size)} - {lacks}
+            users = users if some or step == 0 else ()
+            model.uses = rank in users
+            model(rows[rank]).square().mean().backward()
+            for number in range(world_size):
+                one.uses = number in users
+                (one(rows[number]).square().mean() / world_size).backward()
+            if unused == "zeros" and one.rare.weight.grad is None:
+                one.rare.weight.grad = torch.zeros_like(one.rare.weight)
+            if step == 1 and some and unused == "none":
+                # Loud on every rank, before anything moves; the error names weight and cure.
+                with pytest.raises(NonFiniteGradient, match="unused_parameters='zeros'") as caught:
+                    optimizers[0].clip_grad_norm(1.0, error_if_nonfinite=True)
+                broken = held[rank] > 0 and rank != lacks
+                assert ("'rare.weight'" in str(caught.value)) == broken
+                optimizers[0].clip_grad_norm(1.0, in_step=True)
+                optimizers[0].step()
+                assert all(map(torch.equal, whole(model, optimizers[0]), before))
+                break
+            for optimizer in optimizers:
+                optimizer.clip_grad_norm(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            after = whole(model, optimizers[0])
+            stays = [torch.equal(new, old) for new, old in zip(after, before, strict=True)]
+            absent = step == 1 and not some and unused == "none"
+            assert stays == [False, absent, False] * 2, (way, some, unused, step)
+            for mine, its in zip(after, whole(one, optimizers[1]), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+# A known gap: .grad stays None where the rank that lacks the gradient is the one that stores it, so
+# no rank sees the NaN.
+SILENT = pytest.mark.xfail(strict=True, reason="the rank that lacks the gradient stores it alone")
+ALL = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "data_parallel", "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("way", "most"),
+    [*((way, False) for way in ALL), pytest.param("data_parallel", True, marks=SILENT)],
+)
+def test_a_weight_that_no_rank_uses_or_that_one_rank_lacks(way: str, most: bool) -> None:
+    run_ranks(rarely_used, 4 if way in ("hsdp", "hfsdp") else 2, way, most)
 
 
 def empty_shards(rank: int, world_size: int, kind: str) -> int:

@@ -113,50 +113,28 @@ def test_alone_it_is_the_same_optimizer() -> None:
         assert torch.equal(mine, its) and not torch.equal(mine, old)
 
 
-def test_groups_of_parameters_have_their_own_settings() -> None:
-    model = Net()
-    optimizer = sw.Muon(
-        [
-            {"params": [model.up.weight], "lr": 0.3, "scale": "none"},
-            {"params": [model.down.weight, model.square.weight], "preset": "nonic"},
-        ],
-        lr=0.1,
-        momentum=0.9,
-    )
-    groups = optimizer.param_groups
-    assert [group["lr"] for group in groups] == [0.3, 0.1]
-    assert [group["preset"] for group in groups] == ["keller", "nonic"]
-    assert {group["momentum"] for group in groups} == {0.9}
-    train(model, optimizer)
-    parts = [Net(), Net()]
-    train(parts[0], sw.Muon([parts[0].up.weight], lr=0.3, momentum=0.9, scale="none"))
-    train(
-        parts[1],
-        sw.Muon(
-            [parts[1].down.weight, parts[1].square.weight], momentum=0.9, preset="nonic", lr=0.1
-        ),
-    )
-    assert torch.equal(model.up.weight, parts[0].up.weight)
-    assert torch.equal(model.down.weight, parts[1].down.weight)
-
-
-def test_a_group_that_comes_later_is_as_one_that_came_first() -> None:
-    one, two = Net(), Net()
+def test_groups_have_their_own_settings_when_they_come_first_and_later() -> None:
+    one, two, apart = Net(), Net(), Net()
     later = sw.Muon([{"params": [one.up.weight], "lr": 0.1}], lr=0.03, scale="none")
     later.add_param_group({"params": one.down.weight})
-    later.add_param_group({"params": [one.square.weight], "scale": "unit_rms_norm"})
+    later.add_param_group({"params": [one.square.weight], "preset": "nonic"})
     first = sw.Muon(
         [
             {"params": [two.up.weight], "lr": 0.1},
             {"params": [two.down.weight]},
-            {"params": [two.square.weight], "scale": "unit_rms_norm"},
+            {"params": [two.square.weight], "preset": "nonic"},
         ],
         lr=0.03,
         scale="none",
     )
+    groups = first.param_groups
+    assert [group["lr"] for group in groups] == [0.1, 0.03, 0.03]
+    assert [group["preset"] for group in groups] == ["keller", "keller", "nonic"]
     for model, optimizer in ((one, later), (two, first)):
         train(model, optimizer)
     assert all(map(torch.equal, one.parameters(), two.parameters()))
+    train(apart, sw.Muon([apart.up.weight], lr=0.1, scale="none"))
+    assert torch.equal(apart.up.weight, one.up.weight)
     vector = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"lr=-1.*\[3\] is no matrix"):
         later.add_param_group({"params": [vector], "lr": -1})
@@ -164,12 +142,6 @@ def test_a_group_that_comes_later_is_as_one_that_came_first() -> None:
         later.add_param_group({"params": [vector], "kind": "elementwise"})
     assert len(later.param_groups) == 3
     later.step()
-
-
-def test_schedulers_of_momentum_reach_it() -> None:
-    optimizer = sw.Muon(Net().parameters(), momentum=0.9)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, max_momentum=0.8)
-    assert optimizer.param_groups[0]["momentum"] == 0.8
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
@@ -207,6 +179,10 @@ def test_schedulers_of_betas_reach_them(kind: str) -> None:
     with pytest.raises(ValueError, match="cycle_momentum"):
         cycle(both, **rates)
     cycle(both, **rates, cycle_momentum=False)
+    alone = sw.Muon(Net().parameters(), momentum=0.9)
+    rates |= {"max_momentum": 0.8, "base_momentum": 0.7}
+    cycle(alone, **rates)
+    assert alone.param_groups[0]["momentum"] == 0.8
 
 
 def test_bad_parameters_are_refused_together() -> None:
@@ -365,70 +341,46 @@ def tp_mesh(size: int) -> DeviceMesh:
     return init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
 
 
-def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
-    model = cut_by_tp(tp_mesh(2))
-    calls = train(model, sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1))
-    assert_same(model, reference())
-    return [(call.operation, call.nbytes) for call in calls]
+def modes(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The three modes on one tensor-parallel axis: exact, exact up to rounding, Muon on blocks."""
+    found, exact = {}, reference()
+    for mode in ("duplicated", "distributed", "blockwise"):
+        model, options = cut_by_tp(tp_mesh(2)), {"lr": 0.1, "weight_decay": 0.1}
+        calls = train(model, sw.Muon(model.named_parameters(), tensor_parallel=mode, **options))
+        found[mode] = [call.operation for call in calls]
+        pairs = [
+            (mine.to_local(), local_piece(mine, its.detach()))
+            for mine, its in zip(model.parameters(), exact.parameters(), strict=True)
+        ]
+        if mode == "duplicated":
+            assert_same(model, exact)
+        elif mode == "distributed":
+            assert max(float((mine - its).abs().max()) for mine, its in pairs) < 2e-4
+        else:
+            assert not all(torch.equal(mine, its) for mine, its in pairs)
+            blocks, whole = nn.Module(), Net()
+            for (name, cut), its in zip(
+                cut_by_tp(tp_mesh(2)).named_parameters(), whole.parameters(), strict=True
+            ):
+                block = nn.Parameter(local_piece(cut, its.detach()))
+                blocks.register_parameter(name.replace(".", "_"), block)
+            optimizer = sw.Muon(blocks.parameters(), **options)
+            for step in range(STEPS):
+                for name, cut in model.named_parameters():
+                    full = gradient(name, cut.shape, step)
+                    getattr(blocks, name.replace(".", "_")).grad = local_piece(cut, full)
+                optimizer.step()
+            assert all(map(torch.equal, (mine for mine, _ in pairs), blocks.parameters()))
+    return found
 
 
 @pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
-def test_duplicated_is_exact() -> None:
-    found = run_ranks(duplicated, 2)
+def test_the_three_modes_of_tensor_parallelism() -> None:
+    found = run_ranks(modes, 2)[0]
     # There and back, for matrices cut along rows and along columns: each rank computes its part.
-    assert {name for name, _ in found[0]} == {"all_to_all"} and len(found[0]) == 2 * 3
-
-
-def distributed(rank: int, world_size: int) -> tuple[float, list[str]]:
-    model = cut_by_tp(tp_mesh(2))
-    calls = train(
-        model,
-        sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1, tensor_parallel="distributed"),
-    )
-    expected, worst = reference(), 0.0
-    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
-        piece = local_piece(mine, its.detach())
-        worst = max(worst, (mine.to_local() - piece).abs().max().item())
-    return worst, [call.operation for call in calls]
-
-
-@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
-def test_distributed_sums_gram_matrices_and_agrees_up_to_rounding() -> None:
-    for worst, calls in run_ranks(distributed, 2):
-        assert worst < 2e-4
-        assert calls == ["all_reduce"] * 3 * 3, "the largest element, then two Grams"
-
-
-def blockwise(rank: int, world_size: int) -> bool:
-    model = cut_by_tp(tp_mesh(2))
-    calls = train(
-        model,
-        sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1, tensor_parallel="blockwise"),
-    )
-    assert not calls, "blocks stand alone"
-    blocks = nn.Module()
-    whole = Net()
-    for name, parameter in cut_by_tp(tp_mesh(2)).named_parameters():
-        block = local_piece(parameter, dict(whole.named_parameters())[name].detach())
-        blocks.register_parameter(name.replace(".", "_"), nn.Parameter(block))
-    optimizer = sw.Muon(blocks.parameters(), lr=0.1, weight_decay=0.1)
-    for step in range(STEPS):
-        for name, parameter in model.named_parameters():
-            full = gradient(name, parameter.shape, step)
-            getattr(blocks, name.replace(".", "_")).grad = local_piece(parameter, full)
-        optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.to_local(), getattr(blocks, name.replace(".", "_"))), name
-    exact = reference()
-    return any(
-        not torch.equal(mine.to_local(), local_piece(mine, its.detach()))
-        for mine, its in zip(model.parameters(), exact.parameters(), strict=True)
-    )
-
-
-@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
-def test_blockwise_is_muon_on_blocks() -> None:
-    assert run_ranks(blockwise, 2) == [True, True], "and not the exact one"
+    assert found["duplicated"] == ["all_to_all"] * 2 * 3
+    assert found["distributed"] == ["all_reduce"] * 3 * 3, "the largest element, then two Grams"
+    assert not found["blockwise"], "blocks stand alone"
 
 
 def both(rank: int, world_size: int) -> None:
@@ -446,24 +398,17 @@ def both(rank: int, world_size: int) -> None:
         for name, parameter in model.named_parameters()
     ]
     torch.testing.assert_close(norm, sum(squares).sqrt().float())
-
-
-@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
-def test_fsdp2_over_tensor_parallel_weights_is_exact() -> None:
-    run_ranks(both, 4)
-
-
-def replicated(rank: int, world_size: int) -> None:
-    model = Net()
+    model = Net()  # copies on the ranks of an axis
     for module in (model.up, model.down, model.square):
-        weight = distribute_tensor(module.weight.detach(), tp_mesh(2), [Replicate()])
+        weight = distribute_tensor(module.weight.detach(), grid()["tp"], [Replicate()])
         module.weight = nn.Parameter(weight)
     train(model, sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1))
     assert_same(model, reference())
 
 
-def test_replicated_dtensors() -> None:
-    run_ranks(replicated, 2)
+@pytest.mark.cpu_only("16 bits: other kernels serve matrices that travel than those that stay")
+def test_fsdp2_over_tensor_parallel_weights_and_copies_are_exact() -> None:
+    run_ranks(both, 4)
 
 
 def refused(rank: int, world_size: int) -> str:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from pathlib import Path
 from typing import Any, get_args
 
@@ -135,9 +133,7 @@ def test_groups_have_rates_and_options_of_their_own() -> None:
         optimizer.add_param_group({"params": [], "kind": "other"})
 
 
-def test_they_are_short_and_the_trainer_knows_them() -> None:
-    for name, one in ANY.items():
-        assert len(inspect.getsource(one.function).splitlines()) <= 60, name
+def test_the_trainer_knows_them() -> None:
     assert {*get_args(OptimizerName)} == {*ANY, "muon", "adamw"}
 
 
@@ -172,8 +168,6 @@ def test_functions_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> N
         assert optimizer.state[model.a]["n"].item() == 1 / 3, "in its own dtype"
         for was, parameter in zip(before, (model.a, model.b), strict=True):
             torch.testing.assert_close(was - parameter.detach(), torch.full((8, 9), factor))
-        with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict\(\)"):
-            copy.deepcopy(optimizer)
     soap, normuon = (
         sw.optimizer(model, matrix=ANY[name](lr=0.1), elementwise=sw.adamw(lr=0.1))
         for name in ("soap", "normuon")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.kernels.polynomials import DEFAULT, PRESETS
 from shardwise.optim.muon import SCALES
-from shardwise.optim.rules import Step
 from tests.models import Weights as Parameters
 from tests.reference.muon import SlowMuon
 
@@ -120,22 +119,6 @@ def test_adamw_is_torchs_bit_for_bit() -> None:
             assert torch.equal(optimizer.state[mine][key], value), key
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_a_step_reads_gradients_and_changes_them_not(nesterov: bool) -> None:
-    buffer, grad, place = torch.ones(12), torch.full((12,), 2.0), torch.empty(12)
-    settings = {"momentum": 0.5, "nesterov": nesterov}
-    sw.muon().before([grad], {"momentum_buffer": [buffer]}, [place], Step(settings=settings))
-    assert torch.equal(buffer, torch.full((12,), 1.5)) and torch.equal(grad, torch.full((12,), 2.0))
-    assert torch.equal(place, torch.full((12,), 1.75 if nesterov else 1.5))
-
-
-def test_cautious_decay_spares_weights_that_grow() -> None:
-    weight, update = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])
-    settings = {"lr": 0.1, "weight_decay": 0.5, "decay": "cautious"}
-    sw.muon().after([weight], [update], Step(settings=settings))
-    torch.testing.assert_close(weight, torch.tensor([0.95 - 0.1, -1.0 - 0.1, 2.0]))
-
-
 def test_scales_by_name() -> None:
     assert SCALES["original"](8, 2) == 2.0 and SCALES["original"](2, 8) == 1.0
     assert SCALES["match_rms_adamw"](100, 25) == pytest.approx(2.0)
@@ -221,16 +204,6 @@ def test_settings_that_are_changed_later_or_loaded_take_effect() -> None:
         assert all(map(torch.equal, model.parameters(), models[0].parameters()))
 
 
-def test_the_last_clip_before_a_step_counts() -> None:
-    model = Weights(SHAPES)
-    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=None)
-    set_gradients(model, 0)
-    optimizer.clip_grad_norm(1.0, in_step=True)
-    optimizer.clip_grad_norm(0.5)
-    optimizer.step()
-    assert float(optimizer.clip_grad_norm(9.0)) == pytest.approx(0.5, abs=1e-5)
-
-
 @pytest.mark.parametrize("in_step", [False, True])
 def test_a_clip_reaches_the_momentum_and_not_the_orthogonal_update(in_step: bool) -> None:
     models = [Weights(SHAPES) for _ in range(2)]
@@ -246,21 +219,6 @@ def test_a_clip_reaches_the_momentum_and_not_the_orthogonal_update(in_step: bool
         )
         torch.testing.assert_close(clipped, whole * (0.01 / norm))
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
-
-
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
-    model = Weights(SHAPES)
-    optimizer = sw.optimizer(model, matrix=sw.muon(weight_decay=0.5), elementwise=None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    set_gradients(model, 0)
-    model.tall.grad = None
-    optimizer.step()
-    changed = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
-    assert changed == {"wide": True, "tall": False, "square": True}
-    optimizer.zero_grad()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 def test_dropped_states_begin_anew() -> None:
