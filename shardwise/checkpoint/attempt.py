@@ -225,20 +225,16 @@ def is_abandoned(path: Path) -> bool:
     match = _NAME.fullmatch(path.name)
     if match is None or match["kind"] == "trash":
         return match is not None
-    if match["machine"] != _machine():
-        with contextlib.suppress(OSError):
-            newest = max(p.stat().st_mtime for p in (path, *path.iterdir()))
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        if match["machine"] != _machine():
+            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
             return time.time() - newest > ABANDONED_SECONDS
-        return False
-    if int(match["pid"]) == os.getpid():
-        return match["process"] != _PROCESS
-    try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # it runs, as another user
-    return False
+        try:
+            os.kill(int(match["pid"]), 0)  # a question
+        except ProcessLookupError:
+            return True
+        return int(match["pid"]) == os.getpid() and match["process"] != _PROCESS
+    return False  # it runs, as another user
 
 
 @cache

@@ -115,7 +115,7 @@ def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
             raise DamagedError(f"{path} is no regular file")
         with open(descriptor, "rb") as stream:
             yield stream, os.fstat(descriptor).st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise DamagedError(f"{path} can't be read: {error.strerror or error}") from error

@@ -137,38 +137,34 @@ def load(
     together(lambda: job.write(random), ranks)
     if report is not None:
         job.fill(report, list(dict.fromkeys(one for theirs in differences for one in theirs)))
-    return job.extra
+    extra: dict[str, Any] = job.values["extra"]
+    return extra
 
 
+@dataclass
 class _Job:
     """One rank's part of one load, after the bytes were checked."""
 
-    extra: dict[str, Any]
+    path: Path
+    manifest: Manifest
+    model: nn.Module
+    optimizer: Optimizer | None
+    ranks: comm.Axis
+    strict: bool
+    names: Mapping[str, str]
+    undos: list[Callable[[], object]] = field(default_factory=list)
+    optimizer_load: OptimizerLoad | None = None
+    kept: list[str] = field(default_factory=list)  # names of the model's tensors not loaded
+    differences: list[str] = field(default_factory=list)  # from the run that saved
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        ranks: comm.Axis,
-        strict: bool,
-        names: Mapping[str, str],
-    ) -> None:
-        self.path, self.manifest, self.model, self.ranks = path, manifest, model, ranks
-        self.optimizer, self.strict, self.names = optimizer, strict, names
-        self.reader = Reader(path, manifest)
-        self.same_size = manifest.world_size == ranks.size
-        self.undos: list[Callable[[], object]] = []
-        self.optimizer_load: OptimizerLoad | None = None
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.kept: list[str] = []  # names of the model's tensors that are not loaded
-        self.differences: list[str] = []  # from the run that saved
+    @property
+    def same_size(self) -> bool:
+        return self.manifest.world_size == self.ranks.size
 
     def read(self) -> None:
         """Raise everything that does not fit, at once; then read all that this rank loads."""
+        self.reader = Reader(self.path, self.manifest)
         self.values = self.reader.rank_values(self.ranks.rank if self.same_size else 0)
-        self.extra = self.values["extra"]
         self.state = state = model_state(self.model)
         if self.strict:
             state.problems += self._name_problems()

@@ -18,6 +18,8 @@ import datetime
 import hashlib
 import json
 import platform
+import types
+import typing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,10 +48,6 @@ from shardwise.checkpoint.values import (
 
 NAME = "manifest.json"
 FORMAT = "shardwise checkpoint 4"
-_WEIGHTS = (
-    ". Read published weights with safetensors.torch.load_file(file), or torch.load(file, "
-    "weights_only=True), and give them to sw.load_full_state_dict(model, weights)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,23 +194,19 @@ class Manifest:
 
 def read_bytes(folder: Path) -> bytes:
     """The bytes of a folder's manifest; the error says what the folder is instead."""
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder{_WEIGHTS}")
     try:
         return read_small(folder / NAME, MAX_JSON_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {folder}: no such directory")
     if inner := sorted(path.parent for path in folder.glob(f"*/{NAME}")):
         raise CheckpointError(
             f"{folder} is a folder of checkpoints: pass one of them, such as {inner[-1]}"
         )
-    if any(folder.glob("*.safetensors")) and not any(folder.glob(rank_file(0))):
-        raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint of sw.save{_WEIGHTS}")
+    if not folder.exists():
+        raise CheckpointError(f"there is no checkpoint at {folder}: no such directory")
     raise CheckpointError(
-        f"there is no checkpoint at {folder}: it has no {NAME}, which is written last, so the save "
-        f"was never finished"
+        f"{folder} has no {NAME}, which is written last: the save was never finished, or these are "
+        f"published weights, which sw.load_full_state_dict(model, weights) takes"
     )
 
 
@@ -237,67 +231,36 @@ def now() -> str:
 
 # ------------------------------------------------------------------------------ parsing
 
-_TYPES: dict[str, Any] = {
-    "identity": str,
-    "step": (int, type(None)),
-    "sequence": int,
-    "files": [[int, str], ...],
-    "tensors": {str: list},
-    "experts": {str: int},
-    "tied": {str: str},
-    "extra_states": {str: object},
-    "dtypes": {str: str},
-    "optimizer": ({str: object}, type(None)),
-    "config": ({str: object}, type(None)),
-    "placements": [str, ...],
-    "facts": {str: object},
-    "versions": {str: str},
-    "created": str,
-}
-_OPTIMIZER: dict[str, Any] = {
-    "kind": str,
-    "options": [{str: object}, ...],
-    "parameters": {str: int},
-    "scalars": {str: {str: object}},
-}
-
 
 def _from_body(body: Any, where: str) -> Manifest:
     """The manifest in a body with a correct sha256. Anyone can write such a body: check types."""
-    if type(body) is not dict or body.keys() != _TYPES.keys():
-        raise ValueError(f"it lacks fields of a manifest, or has others: {shown(body)}")
-    tensors = _typed(body["tensors"], _TYPES["tensors"])
-    values = {name: decode(body[name], where) for name in _TYPES if name != "tensors"}
-    for name, value in values.items():
-        _typed(value, _TYPES[name])
-    files = [File(rank_file(rank), *entry) for rank, entry in enumerate(values["files"])]
-    optimizer = values["optimizer"]
-    if optimizer is not None:
-        for name, kind in _OPTIMIZER.items():
-            _typed(optimizer[name], kind)
-        optimizer = OptimizerValues(**optimizer)
-    if "torch" not in values["versions"]:
-        raise ValueError("no version of torch")
-    values |= {"files": files, "tensors": table_from_json(tensors), "optimizer": optimizer}
-    return Manifest(**values)
+    hints = typing.get_type_hints(Manifest)
+    values = {name: decode(value, where) for name, value in body.items() if name != "tensors"}
+    values["tensors"] = table_from_json(body["tensors"])
+    sizes = _typed(values["files"], list[list[Any]])
+    values["files"] = [_typed(vars(File(rank_file(r), *f)), File) for r, f in enumerate(sizes)]
+    if values.keys() != hints.keys() or "torch" not in values["versions"]:
+        raise ValueError("it lacks fields of a manifest, or has others")
+    skipped = ("tensors", "files")  # made above
+    return Manifest(
+        **{name: v if name in skipped else _typed(v, hints[name]) for name, v in values.items()}
+    )
 
 
-def _typed(value: Any, kind: Any) -> Any:
-    """The value if it has the form ``kind``, else a TypeError. ``[int, ...]``: a list of numbers;
-    ``[int, str]``: a pair; ``{str: int}``: a dictionary; ``(dict, str)``: one of two."""
-    if isinstance(kind, tuple):
-        kind = kind[-1] if value is None else kind[0]
-    fits = type(value) is kind or kind is object
-    if isinstance(kind, dict):
-        [(of_keys, of_values)] = kind.items()
-        fits = type(value) is dict and all(type(key) is of_keys for key in value)
-        for item in value.values() if fits else ():
-            _typed(item, of_values)
-    elif isinstance(kind, list):
-        many = kind[-1] is ...
-        fits = type(value) is list and (many or len(value) == len(kind))
-        for index, item in enumerate(value if fits else ()):
-            _typed(item, kind[0 if many else index])
-    if not fits:
+def _typed(value: Any, hint: Any) -> Any:
+    """The value if it has the annotated type, else a TypeError; a dataclass from its fields."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:  # of one type and None
+        return None if value is None else _typed(value, inner[0])
+    kind = dict if dataclasses.is_dataclass(hint) else origin or hint
+    if kind is not Any and type(value) is not kind:
         raise TypeError(f"{shown(value)} is no value that shardwise writes there")
+    if dataclasses.is_dataclass(hint):
+        fields = typing.get_type_hints(hint)
+        made = {name: _typed(item, fields[name]) for name, item in value.items()}
+        return hint(**made)  # type: ignore[operator]
+    for item in value if kind in (dict, list) and inner else ():
+        _typed(item, inner[0])
+    for item in value.values() if kind is dict and inner else ():
+        _typed(item, inner[1])
     return value

@@ -8,11 +8,10 @@ read by 3                rank 0 | 0-1 |  rank 1 | 2-4: from both |  rank 2 | 5-6
 from __future__ import annotations
 
 import contextlib
-import heapq
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -41,16 +40,7 @@ VALUES = "values"  # metadata of a rank's file: its random states, its extra, as
 
 def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
     """Check the sha256 of this rank's share of the files; all ranks together check every file."""
-    load = [(0, other) for other in range(world_size)]  # a heap: the least loaded rank first
-    mine = []
-    for file in sorted(manifest.files, key=lambda file: -file.size):
-        size, reader = load[0]
-        heapq.heapreplace(load, (size + file.size + 1, reader))
-        mine += [file] if reader == rank else []
-    for file in mine:  # a missing file is named before the others are read
-        with open_listed(path, file):
-            pass
-    for file in mine:
+    for file in sorted(manifest.files, key=lambda file: -file.size)[rank::world_size]:
         check_bytes(path, file)
 
 
@@ -179,24 +169,13 @@ class Verification:
     def num_tensors(self) -> int:
         return 0 if self.manifest is None else self.manifest.num_tensors
 
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Turn an error into one of the problems."""
-        try:
-            yield
-        except CheckpointError as error:
-            self.problems.append(str(error))
-
     def __str__(self) -> str:
         lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
         if (saved := self.manifest) is not None:
             step = "" if saved.step is None else f"step {saved.step}, "
-            num_elements = sum(entry.numel for entry in saved.tensors.values())
-            torch_version = saved.versions["torch"]
             lines += [
-                f"  {step}{saved.created}, {saved.world_size} ranks, torch {torch_version}",
-                f"  {self.num_tensors} tensors, {num_elements} elements, "
-                f"{len(saved.files)} files, {saved.num_bytes} bytes",
+                f"  {step}{saved.created}, {saved.world_size} ranks, {self.num_tensors} tensors, "
+                f"{saved.num_bytes} bytes, torch {saved.versions['torch']}",
                 *(f"  {text}" for text in saved.placements),
             ]
         return "\n".join([*lines, *(f"  problem: {problem}" for problem in self.problems)])
@@ -209,27 +188,27 @@ def verify(path: str | os.PathLike[str]) -> Verification:
     piece of every tensor is where the manifest says, and random states and extra of each rank.
     """
     report = Verification(Path(os.path.abspath(path)))
-    with report.collecting():
-        report.manifest = Manifest.read(report.path)
-    if report.manifest is None:
+    folder, problems = report.path, report.problems
+
+    def collect(check: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except CheckpointError as error:
+            problems.append(str(error))
+
+    report.manifest = manifest = collect(Manifest.read, folder)
+    if manifest is None:
         return report
-    for file in report.manifest.files:
-        with report.collecting():
-            check_bytes(report.path, file)
-    as_written = report.ok
-    listed = {file.name for file in report.manifest.files} | {NAME, MARK}
-    report.problems += [
-        f"{entry} is not in the manifest"
-        for entry in sorted(report.path.iterdir())
-        if entry.name not in listed
-    ]
-    if as_written:
-        reader = Reader(report.path, report.manifest)
-        for rank in range(report.manifest.world_size):
-            with report.collecting():
-                reader.rank_values(rank)
-        for key in report.manifest.tensors:
+    for file in manifest.files:
+        collect(check_bytes, folder, file)
+    if report.ok:
+        reader = Reader(folder, manifest)
+        for rank in range(manifest.world_size):
+            collect(reader.rank_values, rank)
+        for key in manifest.tensors:
             reader.look_up(key)
-        with report.collecting():
-            reader.read()
+        collect(reader.read)
+    listed = {file.name for file in manifest.files} | {NAME, MARK}
+    others = sorted(entry for entry in folder.iterdir() if entry.name not in listed)
+    problems += [f"{entry} is not in the manifest" for entry in others]
     return report

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -392,30 +390,6 @@ def test_text_that_is_no_manifest_is_refused(text: str, path: Path) -> None:
     assert_refused(path, MANIFEST)
 
 
-class Payload:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, proof: Path) -> None:
-        self._proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._proof),)
-
-
-def test_no_pickle_is_read(path: Path, tmp_path: Path) -> None:
-    data = pickle.dumps(Payload(tmp_path / "proof"))
-    pickle.loads(data)
-    (tmp_path / "proof").rmdir()  # the payload is live
-    whole = (path / FIRST).read_bytes()
-    for name in (FIRST, MANIFEST):
-        (path / name).write_bytes(data.ljust(len(whole), b"\0"))
-        if name == FIRST:
-            seal(path)
-        assert_refused(path, name)
-        (path / FIRST).write_bytes(whole)
-    assert not (tmp_path / "proof").exists(), "code has run"
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -731,13 +705,6 @@ def test_nothing_sound_is_an_error_and_nothing_at_all_is_none(root: Path, tmp_pa
         flip(root / f"step-00000{step}" / FIRST)
     with pytest.raises(DamagedError, match=r"no checkpoint in .* is sound"):
         Store(root).resume(filled(0.5))
-
-
-def test_a_checkpoint_of_another_model_is_an_error(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.ERROR), pytest.raises(MismatchError, match="missing from it"):
-        Store(root).resume(nn.Linear(3, 3))
 
 
 def mismatch(rank: int, world_size: int, path: str) -> str:

@@ -5,7 +5,6 @@ tensors."""
 from __future__ import annotations
 
 import enum
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -91,19 +90,6 @@ def test_the_number_of_exchanges_does_not_depend_on_the_number_of_tensors(
 ) -> None:
     for counts in run_ranks(count_exchanges, 2, layers, str(tmp_path / "one")):
         assert counts == {"save agree": 2, "load agree": 4, "load broadcast": 1}
-
-
-def save_and_move(rank: int, world_size: int, path: str) -> None:
-    net = wrap(Net(), "zero3", world_size)
-    for number in range(4):
-        sw.save(f"{path}/new", net)
-        if rank == 0:
-            os.rename(f"{path}/new", f"{path}/{number}")
-
-
-def test_rank_0_may_move_a_checkpoint_at_once(tmp_path: Path) -> None:
-    run_ranks(save_and_move, 2, str(tmp_path))
-    assert all(verify(tmp_path / str(number)).ok for number in range(4))
 
 
 def bytes_to_write(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
