@@ -40,9 +40,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, verify
+from shardwise.checkpoint.dividing import divide
 from shardwise.checkpoint.manifest import OptimizerValues
-from shardwise.checkpoint.pieces import divide
-from shardwise.checkpoint.saving import join, parts_json
+from shardwise.checkpoint.pieces import table_to_json
+from shardwise.checkpoint.saving import join
 from shardwise.checkpoint.state import model_state
 from shardwise.moe import GroupedMLP, swiglu
 from shardwise.report.origin import cpu_name, revision
@@ -139,12 +140,14 @@ def dense(layers: int, dim: int, hidden: int, kv: int, vocabulary: int) -> nn.Mo
     return nn.Sequential(*(block() for _ in range(layers)), ends)
 
 
-def experts(layers: int, dim: int, hidden: int, count: int, ranks: int) -> nn.Module:
+def experts(
+    layers: int, dim: int, hidden: int, count: int, ranks: int, layout: Any = "grouped"
+) -> nn.Module:
     """``ranks``: the size of ``ep``; this rank holds its share, as after ``spread``."""
     made = []
     for _ in range(layers):
         with torch.device("meta"):
-            mlp = GroupedMLP(count, dim, hidden, activation=swiglu())
+            mlp = GroupedMLP(count, dim, hidden, activation=swiglu(), weight_layout=layout)
         mlp.spread(0, count // ranks)
         made.append(mlp)
     return nn.Sequential(*made)
@@ -157,49 +160,39 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     for layer in model.children():
         sw.fully_shard([layer], mesh=mesh)
     state = model_state(model)
-    state.problems.clear()  # meta tensors have no values, and none is read here
     parameters: dict[str, int] = {}
-    for key, tensor in list(state.tensors.items()):
-        name, _ = state.where[key]
+    for held in list(state.held):
+        name, _ = held.key
+        live = state.names[id(held.tensor)]
         parameters[name] = 0
         for kind in ("exp_avg", "exp_avg_sq"):
-            state.add_state(name, kind, tensor, state.stacks.get(name), kind)
-        step = torch.empty((), device="meta")
-        state.add_state(name, "step", step, state.stacks.get(name), "step")
-    found: dict[str, float] = {"tensors": len(state.tensors)}
+            state.add(live, held.tensor, kind)
+        state.add(live, torch.empty((), device="meta"), "step")
+    state.problems.clear()  # meta tensors have no values, and none is read here
+    found: dict[str, float] = {"tensors": len(state.held)}
     started = time.process_time()
-    division = divide(state.tensors, 0, num_ranks, members=state.members)
+    division = divide(state, 0, num_ranks)
     found["divide"] = time.process_time() - started
     started = time.process_time()
-    mine = parts_json(describe() for describe in division.parts)
+    mine = table_to_json(division.described)
     found["describe"] = time.process_time() - started
     digest = hashlib.sha256().hexdigest()
     found_parts = [
-        {
-            "file": [10**12 + rank, digest],
-            "parts": shifted(mine, rank) if rank < ep else [],
-            "starts": {},
-        }
+        {"file": [10**12 + rank, digest], **(shifted(mine, rank, ep) if rank < ep else NOTHING)}
         for rank in range(num_ranks)
     ]
     texts = [json.dumps(part) for part in found_parts]
     optimizer = OptimizerValues(
-        kind="AdamW",
-        options=[{"lr": 1e-4}],
-        described=[{}],
-        parameters=parameters,
-        states=[["exp_avg", "exp_avg_sq", "step"]],
-        tensors=parameters,
-        scalars={},
+        kind="AdamW", options=[{"lr": 1e-4}], parameters=parameters, scalars={}
     )
     started = time.process_time()
     manifest = join(
         [json.loads(text) for text in texts],
-        state.all_keys,
+        state.keys,
         identity="simulated",
         step=1,
         sequence=1,
-        experts={stack.name: len(stack.everywhere) for stack in state.stacks.values()},
+        experts={of.name: of.total for of in state.experts.values()},
         tied={},
         extra_states=state.extra_states,
         dtypes={},
@@ -221,21 +214,20 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     return found
 
 
-def shifted(parts: list[Any], rank: int) -> list[Any]:
+NOTHING: dict[str, list[Any]] = {"ranks": [], "tensors": []}
+
+
+def shifted(part: dict[str, Any], rank: int, ep: int) -> dict[str, Any]:
     """What rank ``rank`` of the axis ``ep`` describes: its experts, on its ranks."""
-    found = []
-    for key, dtype, shape, [[offsets, sizes, runs]], sharded in parts if rank else ():
-        moved = [[run[0] + rank, *run[1:]] for run in runs]
-        found.append(
-            [
-                key,
-                dtype,
-                shape,
-                [[[offsets[0] + rank * sizes[0], *offsets[1:]], sizes, moved]],
-                sharded,
-            ]
-        )
-    return found or parts
+    tensors = []
+    for dtype, shape, tiles, keys in part["tensors"]:
+        moved = []
+        for (first, *offsets), (count, *sizes), number, runs in tiles if rank else ():
+            moved.append(
+                [[first + rank * (shape[0] // ep), *offsets], [count, *sizes], number, runs]
+            )
+        tensors.append([dtype, shape, moved or tiles, keys])
+    return {"ranks": [[one + rank for one in ranks] for ranks in part["ranks"]], "tensors": tensors}
 
 
 def measure_manifests(counts: list[int]) -> None:
@@ -245,6 +237,7 @@ def measure_manifests(counts: list[int]) -> None:
     models: dict[str, tuple[Callable[[], nn.Module], int]] = {
         "405B": (lambda: dense(126, 16384, 53248, 1024, 128256), 1),
         "58 layers of 256 experts, ep 64": (lambda: experts(58, 7168, 2048, 256, 64), 64),
+        "the same, one by one": (lambda: experts(58, 7168, 2048, 256, 64, "indexed"), 64),
     }
     names = ("tensors", "divide", "describe", "join", "write", "read", "MB")
     print("| model | ranks | " + " | ".join(names) + " |")

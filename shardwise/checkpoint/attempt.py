@@ -11,17 +11,15 @@ system anyway. Without collectives, no rank can hang another.
 
 Rank 0 alone lists the directory. The others look for one name, the end: the published checkpoint
 without the mark of rank 0, or a file ``end`` with the reason and the rank of a failure. A rank that
-fails renames its mark ``writing-*`` to ``failed-*``, which takes no space on a full disk, and rank
-0 writes the end. If a rank could not even make its mark, it renames the whole directory.
+fails removes its tensors, which makes room on a full disk, and leaves a file ``failed-*`` with the
+reason; rank 0 writes the end. If there is no room for that, it renames the directory, and the
+others give up.
 
-The name of a temporary directory contains the process that made it. No process removes the
-directory of a process that still runs:
+The name of a temporary directory contains the process that made it, so that another process can
+see whether it still runs:
 
-    step-000300.tmp-1a2b3c4d-4711-8812736-9f8e7d6c
-                    machine  pid  start   this save
-
-``machine`` is a hash of host, boot and process namespace: a pid is unique in these only. ``start``
-distinguishes a process from a later one with the same pid.
+    step-000300.tmp-1a2b3c4d-4711-9f8e7d6c-55e1
+                    machine  pid  process  this save
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -44,17 +41,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.errors import SaveError
-from shardwise.checkpoint.files import naming, rank_file, sync_directory
-
-log = logging.getLogger(__name__)
+from shardwise.checkpoint.files import rank_file, sync_directory
 
 EXIT_SECONDS = 60.0  # how long a rank waits for the others after its main thread has ended
 _LONGEST_PAUSE = 2.0
 _LATE_NAME = 3.0  # seconds until every file system shows a new name
-_REASON_BYTES = 1024  # reserved for the reason of a failure: the disk may be full by then
 GIVEN_UP = "was given up by another rank"  # the error of that rank has the reason
 END = "end"
-MARK = "writing-00000"  # of rank 0: stays until the new name of the checkpoint is on the disk
+MARK = "writing"  # of rank 0: stays until the new name of the checkpoint is on the disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,44 +65,34 @@ class Attempt:
     def identity(self) -> str:
         return self.folder.name
 
-    def failed(self, reason: str) -> str:
-        return f"the save {self.identity} has failed: {reason}"
+    def error(self, error: BaseException) -> SaveError:
+        """The error that all ranks raise when this rank has raised ``error``."""
+        if isinstance(error, SaveError):
+            return error
+        if isinstance(error, FileNotFoundError) and not self.folder.exists():
+            return self.given_up()
+        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        return SaveError(f"the save {self.identity} has failed: {text}")
 
-    def begin(self) -> None:
-        try:
-            with naming(self._mark) as mark:
-                mark.write_bytes(b" " * _REASON_BYTES)
-        except OSError:
-            if self.folder.exists():
-                raise
-            raise SaveError(f"the save {self.identity} {GIVEN_UP}") from None  # by another rank
+    def given_up(self) -> SaveError:
+        return SaveError(f"the save {self.identity} {GIVEN_UP}")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank failed. The reason is written before the file gets
-        the name that they look for, so they can always read the reason. ``begin`` has reserved the
-        space for it, in case the disk is full."""
-        text = f"{type(error).__name__}: {error}"
-        if not self._done.exists():  # make room for the next save; with it, rank 0 may publish
+        """Tell the other ranks that this rank failed."""
+        if not self._done.exists():  # make room; with it, rank 0 may publish
             with contextlib.suppress(OSError):
                 (self.folder / rank_file(self.rank)).unlink()
-        if self.rank == 0:
-            text = str(error) if isinstance(error, SaveError) else self.failed(f"rank 0: {text}")
         folder = self.final if self.rank == 0 and not self.folder.exists() else self.folder
-        mark = folder / self._mark.name
-        with contextlib.suppress(OSError), mark.open("r+b", buffering=0) as file:
-            file.write(text.encode()[:_REASON_BYTES])
+        name = END if self.rank == 0 else f"failed-{self.rank:05d}"
         try:
-            mark.replace(folder / (END if self.rank == 0 else f"failed-{self.rank:05d}"))
-        except OSError:  # there is no mark: rename the directory away from the other ranks
-            if self.world_size > 1:
-                with contextlib.suppress(OSError):
-                    os.rename(self.folder, temporary(self.folder, "trash"))
+            _write(folder / name, str(self.error(error)))
+        except OSError:  # rename the directory away from the other ranks
+            with contextlib.suppress(OSError):
+                os.rename(folder, temporary(self.final, "trash"))
 
     def done(self, part: dict[str, Any]) -> None:
         """Tell rank 0 that the file of this rank is on the disk."""
-        with naming(self._done.with_suffix(".partial")) as partial:
-            partial.write_text(json.dumps(part, separators=(",", ":")))
-        partial.replace(self._done)  # so that rank 0 never reads half of the file
+        _write(self._done, json.dumps(part, separators=(",", ":")))
 
     def parts(self) -> list[dict[str, Any]]:
         """Wait until all ranks are done; return their parts (rank 0)."""
@@ -123,20 +107,20 @@ class Attempt:
                 names = os.listdir(self.folder)
             except FileNotFoundError:
                 break
-            if failed := sorted(name for name in names if name.startswith("failed-")):
-                raise SaveError(self.failed(self._reasons(failed)))
+            if failed := sorted(name for name in names if re.fullmatch(r"failed-\d+", name)):
+                raise SaveError("; ".join((self.folder / name).read_text() for name in failed))
             for name in names:
                 missing.pop(name, None)
             if not missing:
                 done = (self.folder / f"done-{rank:05d}" for rank in range(self.world_size))
                 return [json.loads(file.read_text()) for file in done]
-        raise SaveError(f"the save {self.identity} {GIVEN_UP}")
+        raise self.given_up()
 
     def publish(self, write_manifest: Callable[[], None]) -> Path:
         """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync, end."""
-        for entry in self.folder.iterdir():
-            if entry.name.startswith(("done-", "writing-")) and entry.name != MARK:
-                entry.unlink()
+        (self.folder / MARK).touch()
+        for rank in range(self.world_size):
+            (self.folder / f"done-{rank:05d}").unlink()
         sync_directory(self.folder)  # the names of all ranks' files
         write_manifest()
         sync_directory(self.folder)
@@ -168,13 +152,11 @@ class Attempt:
             gone = gone or time.monotonic()
             if time.monotonic() - gone > _LATE_NAME:
                 break
-        raise SaveError(f"the save {self.identity} {GIVEN_UP}: its directory is gone")
+        raise self.given_up()
 
     def _raise_end(self, folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            raise SaveError((folder / END).read_text(errors="replace").strip())
-
-    # ------------------------------------------------------------------ waiting
+            raise SaveError((folder / END).read_text())
 
     def _again(self, what: Callable[[], str], timeout: float) -> Iterator[None]:
         """Yield again and again, after longer and longer pauses, until the deadline."""
@@ -192,23 +174,16 @@ class Attempt:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _reasons(self, failed: list[str]) -> str:
-        reasons = []
-        for name in failed:
-            text = ""
-            with contextlib.suppress(OSError):
-                text = (self.folder / name).read_text(errors="replace").strip()
-            number = int(name.removeprefix("failed-"))
-            reasons.append(f"rank {number}: {text or 'no reason could be written'}")
-        return "; ".join(reasons)
-
     @property
     def _done(self) -> Path:
         return self.folder / f"done-{self.rank:05d}"
 
-    @property
-    def _mark(self) -> Path:
-        return self.folder / f"writing-{self.rank:05d}"
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that no other rank sees half."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def is_taken(path: Path) -> bool:
@@ -218,17 +193,16 @@ def is_taken(path: Path) -> bool:
 
 # ------------------------------------------------------------------------------ temporary names
 
-_NAME = re.compile(
-    r"(?P<final>.+)\.(?P<kind>tmp|trash)-(?P<process>[0-9a-f]{8}-\d+-\d+)-[0-9a-f]{8}"
-)
+_NAME = re.compile(r".+\.(?P<kind>tmp|trash)-(?P<machine>\w+)-(?P<pid>\d+)-(?P<process>\w+)-\w+")
+_PROCESS = secrets.token_hex(4)  # tells this process from an earlier one with the same pid
 # A save on another machine that has not touched its files for this long has ended.
 ABANDONED_SECONDS = 24 * 3600.0
 
 
 def temporary(final: Path, kind: str = "tmp") -> Path:
     """A new name beside ``final`` that contains this process."""
-    process = f"{_machine()}-{os.getpid()}-{_start(os.getpid())}"
-    return final.with_name(f"{final.name}.{kind}-{process}-{secrets.token_hex(4)}")
+    process = f"{_machine()}-{os.getpid()}-{_PROCESS}"
+    return final.with_name(f"{final.name}.{kind}-{process}-{secrets.token_hex(2)}")
 
 
 @contextlib.contextmanager
@@ -249,52 +223,25 @@ def whole_folder(final: Path) -> Iterator[Path]:
 def is_abandoned(path: Path) -> bool:
     """Whether a temporary directory can be removed: no process will ever finish it."""
     match = _NAME.fullmatch(path.name)
-    if match is None:
-        return False
-    if match["kind"] == "trash":
-        return True
-    machine, process, start = match["process"].split("-")
-    if machine == _machine():
-        return _start(int(process)) != int(start)
-    return time.time() - _last_touched(path) > ABANDONED_SECONDS
-
-
-def _last_touched(path: Path) -> float:
-    newest = 0.0
-    with contextlib.suppress(OSError):
-        newest = path.stat().st_mtime
-        for entry in os.scandir(path):
-            newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
-    return newest
+    if match is None or match["kind"] == "trash":
+        return match is not None
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        if match["machine"] != _machine():
+            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+            return time.time() - newest > ABANDONED_SECONDS
+        try:
+            os.kill(int(match["pid"]), 0)  # a question
+        except ProcessLookupError:
+            return True
+        return int(match["pid"]) == os.getpid() and match["process"] != _PROCESS
+    return False  # it runs, as another user
 
 
 @cache
 def _machine() -> str:
+    """A hash of host, boot and process namespace: a pid is unique in these only."""
     parts = [socket.gethostname()]
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            link = os.path.islink(source)
-            parts.append(os.readlink(source) if link else Path(source).read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-
-
-def _start(process: int) -> int:
-    """The start time of a process in ticks of the kernel, or 0 if it does not run.
-
-    Without /proc this is 1 for every running process, also for another one with the same pid.
-    """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-        # The name in parentheses may contain anything: count fields from the last parenthesis.
-        fields = text[text.rindex(")") + 2 :].split()
-        return 0 if fields[0] in ("Z", "X") else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        if os.path.exists("/proc/self/stat"):
-            return 0
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return 0
-    except OSError:
-        return 1
-    return 1

@@ -38,11 +38,11 @@ def joint_error(kinds: set[str], text: str) -> Exception:
     problem may come from the damage, and a load then tries the next older checkpoint.
     """
     [name, *others] = sorted(kinds)
-    if not others:
-        kind = _KINDS.get(name)
-        prefix = "" if kind or name == "CheckpointError" else f"{name}: "
-        return (kind or CheckpointError)(prefix + text)
-    return DamagedError(text) if "DamagedError" in kinds else CheckpointError(text)
+    if others:
+        return DamagedError(text) if "DamagedError" in kinds else CheckpointError(text)
+    if name in _KINDS:
+        return _KINDS[name](text)
+    return CheckpointError(text if name == "CheckpointError" else f"{name}: {text}")
 
 
 def ranks_with_data() -> comm.Axis:
@@ -65,16 +65,12 @@ def together(
 
 def shown(value: Any) -> str:
     """A short text for a value from a file. A container is not walked: it may be huge."""
-    if type(value) is str:
-        return repr(value if len(value) <= 80 else value[:80] + "...")
-    if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 1e30):
-        return repr(value)
+    if value is None or type(value) in (bool, int, float, str):
+        return f"{value!r:.80}"
     return f"of type {type(value).__name__}"
 
 
-def listed(headline: str, problems: list[str], most: int = 20) -> str:
+def listed(headline: str, problems: list[str], most: int = 40) -> str:
     """The headline and one line for each of the first problems."""
-    lines = [headline, *(f"  {problem}" for problem in problems[:most])]
-    if len(problems) > most:
-        lines.append(f"  and {len(problems) - most} more")
-    return "\n".join(lines)
+    more = [f"  and {len(problems) - most} more"] if len(problems) > most else []
+    return "\n".join([headline, *(f"  {problem}" for problem in problems[:most]), *more])

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import write_file
+from shardwise.checkpoint.files import write_file, write_tensors
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Checkpoint, Sizes, compare_bytes
+from shardwise.checkpoint.reading import Reader, compare_bytes, write
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import hf_config, hf_tensors
@@ -71,14 +71,13 @@ def export(
         raise CheckpointError(f"{target} exists already: remove it or choose another directory")
     manifest = Manifest.read(source)
     compare_bytes(source, manifest)
-    checkpoint = Checkpoint(source, manifest)
     if convert is None and config is None:
-        convert, config = _as_gpt(checkpoint, dtype, end_token)
-    converter = _Converter(checkpoint, convert, dtype)
-    files = _assign_files(converter, max_file_bytes)
+        convert, config = _as_gpt(source, manifest, dtype, end_token)
+    weights = _Weights(Reader(source, manifest), convert, dtype)
+    files = _assign_files(weights, max_file_bytes)
     more = {} if config is None else {"config.json": json.dumps(config, indent=2).encode()}
     with whole_folder(target) as folder:
-        names = _write(folder, converter, files)
+        names = _write(folder, weights, files)
         for name, contents in (more | dict(beside or {})).items():
             write_file(folder / name, contents)
             names.append(name)
@@ -86,32 +85,27 @@ def export(
 
 
 def _as_gpt(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, end_token: int | None
+    path: Path, manifest: Manifest, dtype: torch.dtype | None, end_token: int | None
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
     """The conversion and the configuration of a ``GPT``, or None for a model of another kind."""
-    path = checkpoint.path
-    values = checkpoint.manifest.config or {}
+    values = manifest.config or {}
     described = None if values.get("module") else values.get("model")
     if described is None:
         log.warning("%s does not describe its model: names stay as they are", path)
         return None, None
+    if dtype is None:
+        names = [name for name, state in manifest.tensors if not state]
+        dtype = max((_dtype_of(manifest, name) for name in names), key=lambda one: one.itemsize)
     try:
         model = GPTConfig(**described)
+        config = hf_config(model, dtype=dtype_name(dtype), end_token=end_token)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
         ) from error
-    if dtype is None:
-        dtypes = {_dtype_of(checkpoint, name) for name in _model_names(checkpoint)}
-        dtype = max(dtypes, key=lambda stored: stored.itemsize)
-    try:
-        config = hf_config(model, dtype=dtype_name(dtype), end_token=end_token)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    orders = checkpoint.manifest.extra_states
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
+        order = manifest.extra_states.get(f"{name.rpartition('.')[0]}._extra_state")
         if order is not None:  # gate and up of an expert: the format has all gate rows first
             tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
         return hf_tensors(name, tensor, config=model)
@@ -119,48 +113,39 @@ def _as_gpt(
     return convert, config
 
 
-def _model_names(checkpoint: Checkpoint) -> list[str]:
-    """The names of all parameters and buffers; of experts, one for each."""
-    manifest, names = checkpoint.manifest, []
-    for key in manifest.tensors:
-        if key.startswith("model."):
-            name = key.removeprefix("model.")
-            count = manifest.experts.get(name)
-            names += [name] if count is None else [f"{name}{index}" for index in range(count)]
-    return sorted(names)
+def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
+    """The dtype that a parameter had before it was wrapped, or the stored dtype if unknown."""
+    before = manifest.dtypes.get(name)
+    return dtype_of(before, name) if before else manifest.tensors[name, ""].dtype
 
 
-class _Converter:
-    """Tensors of the checkpoint in the names and dtypes of the export."""
+class _Weights:
+    """Tensors of the checkpoint in the names and dtypes of the export; of experts, one for each."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, convert: Convert | None, dtype: torch.dtype | None
-    ) -> None:
-        self._checkpoint, self._convert, self._dtype = checkpoint, convert, dtype
-        names = _model_names(checkpoint)
-        values = checkpoint.manifest.config or {}
+    def __init__(self, reader: Reader, convert: Convert | None, dtype: torch.dtype | None) -> None:
+        self._reader, self._convert, self._dtype = reader, convert, dtype
+        manifest, values = reader.manifest, reader.manifest.config or {}
+        self._places: dict[str, tuple[str, int | None]] = {}  # stored name, number of the expert
+        for name in sorted(name for name, state in manifest.tensors if not state):
+            for index in range(manifest.experts[name]) if name in manifest.experts else (None,):
+                self._places[name if index is None else f"{name}{index}"] = name, index
         # Without lora_alpha in the config, parameters with these names are not LoRA's.
         rank = values.get("lora_rank") if "lora_alpha" in values else None
-        self.names = [name for name in names if not rank or not name.endswith(_LORA)]
-        self._products = {name for name in names if rank and name.endswith(_LORA[0])}
         self._scale = values["lora_alpha"] / rank if rank else 0.0
+        self.names = [name for name in self._places if not rank or not name.endswith(_LORA)]
 
-    def sketch(self, name: str) -> dict[str, Tensor]:
-        """The results of one tensor, on the meta device."""
-        shape, dtype = _sizes(self._checkpoint, name)
-        return self._apply(name, torch.empty(shape, dtype=dtype, device="meta"))
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        tensor = self._checkpoint.read_whole(name)
-        stem = name.removesuffix(".weight")
-        if f"{stem}{_LORA[0]}" in self._products:  # a trained product of low rank: add it
-            a, b = (self._checkpoint.read_whole(stem + last) for last in _LORA)
-            tensor = tensor + self._scale * (b @ a)
-        return self._apply(name, tensor)
-
-    def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def results(self, name: str, *, sketch: bool = False) -> dict[str, Tensor]:
+        """What one tensor becomes; with ``sketch``, on the meta device."""
+        if sketch:
+            tensor = self._empty(name)[-1].to("meta")
+        else:
+            tensor = self._read(name)
+            factors = [name.removesuffix(".weight") + last for last in _LORA]
+            if self._scale and factors[0] in self._places:  # a trained product of low rank: add it
+                a, b = map(self._read, factors)
+                tensor = tensor + self._scale * (b @ a)
         results = {name: tensor} if self._convert is None else self._convert(name, tensor)
-        dtype = self._dtype or _dtype_of(self._checkpoint, name)
+        dtype = self._dtype or _dtype_of(self._reader.manifest, self._places[name][0])
         return {
             # The bias of a router decides between close scores: keep its dtype.
             key: _narrowed(key, value, dtype)
@@ -168,6 +153,21 @@ class _Converter:
             else value
             for key, value in results.items()
         }
+
+    def _empty(self, name: str) -> tuple[tuple[int, ...], Tensor, Tensor]:
+        """The place of a tensor in a stored one, room for that box, and for the tensor in it."""
+        stored, index = self._places[name]
+        entry = self._reader.manifest.tensors[stored, ""]
+        sizes = entry.shape if index is None else (1, *entry.shape[1:])
+        room = torch.empty(sizes, dtype=entry.dtype, device="cpu")
+        offsets = (index or 0, *(0 for _ in sizes[1:])) if sizes else ()
+        return offsets, room, room if index is None else room[0]
+
+    def _read(self, name: str) -> Tensor:
+        offsets, room, tensor = self._empty(name)
+        self._reader.add((self._places[name][0], ""), offsets, room)
+        write(self._reader.read())
+        return tensor
 
 
 def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -185,27 +185,13 @@ def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow
 
 
-def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The dtype that a parameter had before it was wrapped, or the stored dtype if unknown."""
-    for one in checkpoint.manifest.names(name):
-        if before := checkpoint.manifest.dtypes.get(one):
-            return dtype_of(before, name)
-    return _sizes(checkpoint, name).dtype
-
-
-def _sizes(checkpoint: Checkpoint, name: str) -> Sizes:
-    sizes = checkpoint.sizes(name)
-    assert sizes is not None, name
-    return sizes
-
-
-def _assign_files(converter: _Converter, max_file_bytes: int) -> list[list[str]]:
+def _assign_files(weights: _Weights, max_file_bytes: int) -> list[list[str]]:
     """The names of the tensors of each file, in order."""
     files: list[list[str]] = []
     left = 0  # bytes that still fit into the last file
     seen: dict[str, str] = {}
-    for name in converter.names:
-        results = converter.sketch(name)
+    for name in weights.names:
+        results = weights.results(name, sketch=True)
         for key in results:
             if key in seen:
                 raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
@@ -221,23 +207,14 @@ def _assign_files(converter: _Converter, max_file_bytes: int) -> list[list[str]]
     return files
 
 
-def _write(folder: Path, converter: _Converter, files: list[list[str]]) -> list[str]:
-    from safetensors.torch import save_file
-
+def _write(folder: Path, weights: _Weights, files: list[list[str]]) -> list[str]:
     weight_map: dict[str, str] = {}
     names, total = [], 0
     for number, sources in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         name = "model.safetensors" if len(files) == 1 else name
-        tensors: dict[str, Tensor] = {}
-        for source in sources:
-            for key, value in converter.read(source).items():
-                whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
-                # Clone views: the format refuses tensors that share memory.
-                tensors[key] = value if whole else value.contiguous().clone()
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
+        tensors = {key: one for source in sources for key, one in weights.results(source).items()}
+        write_tensors(folder / name, tensors, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(value.nbytes for value in tensors.values())
         names.append(name)

@@ -20,10 +20,10 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,48 +60,29 @@ class HashedFile:
         self._hash = hashlib.sha256()
         self._size = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> None:
         view = memoryview(data)
-        try:
-            if view.nbytes < _LARGE:
-                self._hash.update(view)
-                self._file.write(view)
-            else:  # hashing and writing both release the GIL
-                hashing = threading.Thread(target=self._hash.update, args=(view,))
-                hashing.start()
-                try:
-                    self._file.write(view)
-                finally:
-                    hashing.join()
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
         self._size += view.nbytes
-        return view.nbytes
+        if view.nbytes < _LARGE:
+            self._hash.update(view)
+            self._file.write(view)
+            return
+        hashing = threading.Thread(target=self._hash.update, args=(view,))
+        hashing.start()  # hashing and writing both release the GIL
+        try:
+            self._file.write(view)
+        finally:
+            hashing.join()
 
     def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            with contextlib.suppress(OSError):  # the first error is raised
-                self._file.close()
-            self._remove()
-            return
-        try:
-            with self._file:
+        with self._file:
+            if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        except OSError as write_error:
-            write_error.filename = str(self._path)
-            self._remove()
-            raise
         self.record = File(self._path.name, self._size, self._hash.hexdigest())
-
-    def _remove(self) -> None:
-        """Remove an incomplete file: the disk may be full, and other ranks write there too."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
 
 def write_file(path: Path, data: bytes) -> File:
@@ -109,16 +90,6 @@ def write_file(path: Path, data: bytes) -> File:
     with HashedFile(path) as file:
         file.write(data)
     return file.record
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[Path]:
-    """Add the path to errors of the system that name no file, as those of open files do."""
-    try:
-        yield path
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def sync_directory(path: Path) -> None:
@@ -135,33 +106,27 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """Open a regular file for reading; yield the file and its size. Other files, such as pipes, are
+    """Open a regular file for reading; yield the file and its size. Links, pipes and others are
     refused without waiting for them. A file that can't be read counts as damaged."""
     try:
-        _check_regular(path, os.lstat(path))
-        # Non-blocking, in case a pipe has replaced the file since.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise DamagedError(f"{path} is no regular file")
         with open(descriptor, "rb") as stream:
-            yield stream, _check_regular(path, os.fstat(descriptor))
-    except FileNotFoundError:
+            yield stream, os.fstat(descriptor).st_size
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise DamagedError(f"{path} can't be read: {error.strerror or error}") from error
 
 
-def _check_regular(path: Path, status: os.stat_result) -> int:
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedError(f"{path} is no regular file")
-    return status.st_size
-
-
 def read_small(path: Path, limit: int) -> bytes:
     """The contents of a file of at most ``limit`` bytes."""
     with open_regular(path) as (stream, size):
-        data = stream.read(limit + 1) if size <= limit else b""
-        if size > limit or len(data) > limit:
+        if size > limit:
             raise DamagedError(f"{path} is longer than the limit of {limit} bytes")
-        return data
+        return stream.read(limit)
 
 
 @contextlib.contextmanager
@@ -187,12 +152,6 @@ def check_bytes(folder: Path, file: File) -> None:
         )
 
 
-def check_size(folder: Path, file: File) -> None:
-    """Raise unless a file exists, is regular and has the listed size; no byte is read."""
-    with open_listed(folder, file):
-        pass
-
-
 # ------------------------------------------------------------------------------ safetensors
 
 _LABELS = {
@@ -215,14 +174,12 @@ _LABELS = {
 }
 
 
-def form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """The dtype and the shape with which a tensor stands in a file. A complex number is a pair, and
+def form(dtype: torch.dtype) -> tuple[str, list[int]]:
+    """The dtype of a tensor in a file, and the dimensions to add. A complex number is a pair, and
     the format does not know some dtypes of torch: their bytes are stored."""
     if dtype.is_complex:
-        return _LABELS[dtype.to_real()], [*shape, 2]
-    if dtype in _LABELS:
-        return _LABELS[dtype], list(shape)
-    return "U8", [*shape, dtype.itemsize]
+        return _LABELS[dtype.to_real()], [2]
+    return (_LABELS[dtype], []) if dtype in _LABELS else ("U8", [dtype.itemsize])
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> File:
@@ -231,9 +188,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
-        label, shape = form(tensor.dtype, tensor.shape)
+        label, more = form(tensor.dtype)
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": label, "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": label, "shape": [*tensor.shape, *more], "data_offsets": [begin, end],
+        }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     if len(text) > MAX_HEADER_BYTES:
@@ -247,15 +206,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     return file.record
 
 
-class Stored(NamedTuple):
-    """The bytes of a tensor in a file."""
-
-    dtype: str
-    begin: int
-    end: int
+# By name of a tensor in a file: its dtype, and the first byte and the end of its bytes.
+Header = dict[str, tuple[str, int, int]]
 
 
-def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[dict[str, Stored], Any]:
+def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[Header, Any]:
     """The tensors of a safetensors file by name, and its metadata. None lies outside the file.
 
     Call ``check_bytes`` before: a header is believed as the manifest is."""
@@ -265,12 +220,13 @@ def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[dict
             raise ValueError(f"a header of {length} bytes")
         header = parse_json(stream.read(length), where)
         metadata = header.pop("__metadata__", {})
-        found, at = {}, 8 + length
+        found: Header = {}
+        at = 8 + length
         for name, value in header.items():  # in the order of the file, no byte twice
             begin, end = (8 + length + offset for offset in value["data_offsets"])
             if begin != at or end < begin:
                 raise ValueError(f"{shown(name)} does not begin where the tensor before it ends")
-            found[name], at = Stored(value["dtype"], begin, end), end
+            found[name], at = (value["dtype"], begin, end), end
         if at != file.size:
             raise ValueError(f"its tensors end at byte {shown(at)} of {file.size}")
         return found, metadata

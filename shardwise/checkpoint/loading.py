@@ -4,8 +4,7 @@
 manifest   rank 0 reads it and tells the others
 compare    check the sha256 of every file, divided over the ranks, before any file is interpreted
 read       check values, names, shapes and dtypes; read what fills this rank's pieces into host
-           memory
-offer      give extra states to the modules that have any: their code may refuse
+           memory; give extra states to the modules that have any: their code may refuse
 write      write tensors, optimizer and random states: reads no file, and can't be refused
 
 Each step ends with a small exchange: all ranks continue, or all undo and raise the same error.
@@ -14,15 +13,15 @@ Each step ends with a small exchange: all ranks continue, or all undo and raise 
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import (
@@ -33,16 +32,16 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.manifest import Manifest, read_bytes, versions
-from shardwise.checkpoint.optimizer_state import OptimizerLoad, differences
-from shardwise.checkpoint.pieces import Piece
-from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
-from shardwise.checkpoint.state import State, facts_of, model_state, unwrapped
-from shardwise.checkpoint.values import RandomStates
+from shardwise.checkpoint.optimizer_state import OptimizerLoad
+from shardwise.checkpoint.pieces import Key, key_text
+from shardwise.checkpoint.reading import Reader, compare_bytes, write
+from shardwise.checkpoint.state import Held, facts_of, model_state, pieces_digest, unwrapped
+from shardwise.checkpoint.values import reseed, restore_random
 from shardwise.core import comm
+from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
+from shardwise.moe.activation import convert_gate_up
 from shardwise.shard.state_dict import clean
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -92,8 +91,8 @@ def load(
     The number of ranks, the strategy, the layout and the grouping of the optimizer may differ from
     those of the save; values are equal bit for bit. With the same number of ranks, each rank gets
     its random states and ``extra`` back. With another number, every rank gets the ``extra`` of rank
-    0, and seeds its generators from the random states of rank 0 (``RandomStates``).
-    ``optimizer=None`` ignores saved optimizer states.
+    0, and seeds its generators from the random states of rank 0. ``optimizer=None`` ignores saved
+    optimizer states.
 
     A load that raises an error of a checkpoint has changed nothing, on any rank. ``MismatchError``
     lists everything that does not fit, ``DamagedError`` names a file that is not as it was written.
@@ -110,228 +109,252 @@ def load(
         raise ValueError("names= is for a part of a model: pass strict=False, too")
     if not strict and optimizer is not None:
         raise ValueError("strict=False loads weights alone: pass optimizer=None")
-    ranks = ranks_with_data()
-    job = _Job(Path(os.path.abspath(path)), model, optimizer, ranks)
-    job.strict, job.names = strict, names or {}
-    data, lengths = together(job.find, ranks, facts=lambda data: (str(job.path), len(data)))
-    if len({where for where, _ in lengths}) > 1:
-        raise MismatchError(f"the ranks were asked to load different checkpoints: {lengths}")
-    data = comm.tell(data, lengths[0][1], ranks)
-    together(lambda: job.compare(data), ranks)
+    ranks, folder = ranks_with_data(), Path(os.path.abspath(path))
+
+    def find() -> bytes:
+        return read_bytes(folder) if ranks.rank == 0 else b""
+
+    data, asked = together(find, ranks, facts=lambda data: (str(folder), len(data)))
+    if len({where for where, _ in asked}) > 1:
+        raise MismatchError(f"the ranks were asked to load different checkpoints: {asked}")
+    data = comm.tell(data, asked[0][1], ranks)
+
+    def compare() -> Manifest:
+        manifest = Manifest.parse(data, folder)
+        compare_bytes(folder, manifest, ranks.rank, ranks.size)
+        return manifest
+
+    manifest, _ = together(compare, ranks)
+    job = _Job(folder, manifest, model, optimizer, ranks, strict, names or {})
+    random = restore_random and strict
     try:
-        if not restore_random or not strict:
+        if not random:
             job.differences.append("random states were not loaded")
         _, differences = together(job.read, ranks, facts=lambda _: job.differences)
-        together(job.offer, ranks)
     except BaseException:
         job.undo()
         raise
-    together(lambda: job.write(restore_random and strict), ranks)
+    together(lambda: job.write(random), ranks)
     if report is not None:
         job.fill(report, list(dict.fromkeys(one for theirs in differences for one in theirs)))
-    return job.extra
+    extra: dict[str, Any] = job.values["extra"]
+    return extra
 
 
+@dataclass
 class _Job:
-    """One rank's part of one load."""
+    """One rank's part of one load, after the bytes were checked."""
 
+    path: Path
     manifest: Manifest
-    checkpoint: Checkpoint
-    state: State
-    copies: Copies
-    optimizer_load: OptimizerLoad | None = None
-    random_states: RandomStates
-    extra: dict[str, Any]
+    model: nn.Module
+    optimizer: Optimizer | None
+    ranks: comm.Axis
     strict: bool
     names: Mapping[str, str]
-
-    def __init__(
-        self, path: Path, model: nn.Module, optimizer: Optimizer | None, ranks: comm.Axis
-    ) -> None:
-        self.path, self.model, self.optimizer, self.ranks = path, model, optimizer, ranks
-        self.offered: list[tuple[nn.Module, Any]] = []  # modules and their extra states before
-        self.kept: list[str] = []  # names of the model's tensors that are not loaded
-        self.used: set[str] = set()  # saved names
-        self.differences: list[str] = []  # from the run that saved
-        self.moved = False  # whether pieces lay on other ranks
-
-    def find(self) -> bytes:
-        return read_bytes(self.path) if self.ranks.rank == 0 else b""
-
-    def compare(self, data: bytes) -> None:
-        self.manifest = Manifest.parse(data, self.path)
-        compare_bytes(self.path, self.manifest, self.ranks.rank, self.ranks.size)
-
-    def read(self) -> None:
-        """Raise everything that does not fit, at once; then read all that this rank loads."""
-        self.checkpoint = Checkpoint(self.path, self.manifest)
-        self.random_states, self.extra = self.checkpoint.rank_values(
-            self.ranks.rank if self.same_size else 0
-        )
-        self.state = model_state(self.model)
-        model_problems = self._model_problems()
-        if not self.strict:
-            self._leave_out()
-            model_problems = [] if self.used else [f"no weight fits: {model_problems[:3]}"]
-        problems = self.state.problems + model_problems
-        if self.optimizer is not None and not model_problems:
-            self.optimizer_load = OptimizerLoad(self.optimizer, self.state, self.checkpoint)
-            self.optimizer_load.compare()
-            problems += self.optimizer_load.problems
-        if problems:
-            step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
-            size = f"{step}{self.manifest.num_tensors} tensors"
-            headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
-            raise MismatchError(listed(headline, problems, 40))
-        self._compare_facts()
-        self.copies = Copies(self.checkpoint)
-        for key in self.state.tensors:
-            self._copy(key)
-        self.copies.stage()
+    undos: list[Callable[[], object]] = field(default_factory=list)
+    optimizer_load: OptimizerLoad | None = None
+    kept: list[str] = field(default_factory=list)  # names of the model's tensors not loaded
+    differences: list[str] = field(default_factory=list)  # from the run that saved
 
     @property
     def same_size(self) -> bool:
-        """Whether the checkpoint was saved by this number of ranks."""
         return self.manifest.world_size == self.ranks.size
 
-    def saved_name(self, name: str) -> str:
+    def read(self) -> None:
+        """Raise everything that does not fit, at once; then read all that this rank loads."""
+        self.reader = Reader(self.path, self.manifest)
+        self.values = self.reader.rank_values(self.ranks.rank if self.same_size else 0)
+        self.state = state = model_state(self.model)
+        if self.strict:
+            state.problems += self._name_problems()
+        if self.optimizer is not None and not state.problems:
+            self.optimizer_load = OptimizerLoad(self.optimizer, state, self.manifest)
+            self.undos.append(self.optimizer_load.undo)
+            self.optimizer_load.compare()
+        found = {held: self._problem(held) for held in state.held}
+        unfit = {held: problem for held, problem in found.items() if problem is not None}
+        if not self.strict and len(unfit) < len(state.held):
+            self.kept = sorted({held.key[0] for held in unfit})
+            state.held = [held for held in state.held if held not in unfit]
+            unfit = {}
+        if problems := [*state.problems, *unfit.values()]:
+            self._refuse(problems)
+        self._compare_facts()
+        self.copies = self._read_counts()
+        for held in state.held:
+            for offsets, view in self._boxes(held) if not held.shared else ():
+                self.reader.add(self._key(held), offsets, view)
+        self.copies += self.reader.read()
+        self._offer()
+
+    def _refuse(self, problems: list[str]) -> None:
+        step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
+        size = f"{step}{self.manifest.num_tensors} tensors"
+        headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
+        raise MismatchError(listed(headline, list(dict.fromkeys(problems))))
+
+    # ------------------------------------------------------------------ what fits
+
+    def _saved_name(self, name: str) -> str:
         """The name of a parameter or buffer in the checkpoint."""
-        if name in self.names:
-            return self.names[name]
         prefixes = [p for p in self.names if p.endswith(".") and name.startswith(p)]
-        longest = max(prefixes, key=len, default=None)
-        return name if longest is None else self.names[longest] + name[len(longest) :]
+        longest = name if name in self.names else max(prefixes, key=len, default="")
+        return self.names.get(longest, "") + name[len(longest) :]
 
-    def _wanted(self, key: str) -> list[tuple[str, str]]:
-        """(name, name in the checkpoint) of a parameter or buffer, or of each of its experts."""
-        name, _ = self.state.where[key]
-        stack = self.state.stacks.get(name)
-        here = stack.here if stack is not None else (name,)
-        return [(one, self.saved_name(one)) for one in here]
+    def _key(self, held: Held) -> Key:
+        name, state = held.key
+        return self.manifest.saved_name(self._saved_name(name)), state
 
-    def _problems_of(self, key: str) -> list[str]:
-        tensor, stack = self.state.tensors[key], self.state.members.get(key)
-        shape = tuple(tensor.shape) if stack is None else stack.expert_shape(tuple(tensor.shape))
-        problems = []
-        for name, saved in self._wanted(key):
-            problems += differences(name, self.checkpoint.sizes(saved), shape, tensor.dtype)
-        return problems
-
-    def _model_problems(self) -> list[str]:
+    def _name_problems(self) -> list[str]:
+        """The names that the checkpoint has and the model has not, and the reverse."""
         state, manifest = self.state, self.manifest
-        problems = []
-        for key in state.tensors:
-            if not (found := self._problems_of(key)):
-                self.used |= {n for _, saved in self._wanted(key) for n in manifest.names(saved)}
-            problems += found
-        expected = set(state.tied)
-        for key in state.tensors:
-            stack = state.stacks.get(state.where[key][0])
-            for name in (stack.name, *stack.everywhere) if stack else (state.where[key][0],):
-                expected |= {name, *manifest.names(name)}
-        saved = {key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")}
-        for name in sorted((saved | manifest.tied.keys()) - expected):
-            sizes = self.checkpoint.sizes(name)
-            problems.append(f"unexpected in it: '{name}' {list(sizes.shape) if sizes else ''}")
-        for stack in state.stacks.values():
-            count = manifest.experts.get(manifest.tied.get(stack.name, stack.name))
-            if count is not None and stack.grouped and count != len(stack.everywhere):
-                problems.append(f"'{stack.name}' has {count} experts, {len(stack.everywhere)} here")
+        here = {held.key[0] for held in state.held} | state.tied.keys()
+        here |= {manifest.saved_name(name) for name in here}
+        saved = {name for name, of_state in manifest.tensors if not of_state} | manifest.tied.keys()
+        problems = [f"unexpected in it: '{name}'" for name in sorted(saved - here)]
         for name, first in state.tied.items():
-            one, other = manifest.entry(name), manifest.entry(first)
-            if one is not None and other is not None and one[0] != other[0]:
+            if (name, "") in manifest.tensors and manifest.saved_name(first) != name:
                 problems.append(
                     f"'{name}' and '{first}' are one tensor in this model and two in the checkpoint"
                 )
-        extra, here = set(manifest.extra_states), set(state.extra_states)
-        problems += [f"missing from it: '{name}'" for name in sorted(here - extra)]
-        problems += [f"unexpected in it: '{name}'" for name in sorted(extra - here)]
-        return problems
+        there, here = {*manifest.extra_states}, {*state.extra_states}
+        problems += [f"missing from it: '{name}'" for name in sorted(here - there)]
+        return problems + [f"unexpected in it: '{name}'" for name in sorted(there - here)]
 
-    def _leave_out(self) -> None:
-        """Forget the tensors that do not fit (``strict=False``)."""
-        for key in [key for key in self.state.tensors if self._problems_of(key)]:
-            self.kept.append(self.state.where[key][0])
-            del self.state.tensors[key]
+    def _problem(self, held: Held) -> str | None:
+        """The reason why a tensor can't be loaded from what was saved, or None."""
+        name, key = key_text(held.key).removeprefix("model."), self._key(held)
+        dtype = held.tensor.dtype
+        if (saved := self.manifest.tensors.get(key)) is None:
+            return f"missing from it: '{name}' {list(held.shape)}"
+        if saved.shape != held.shape:
+            return f"'{name}' has shape {list(saved.shape)} in it, {list(held.shape)} in this model"
+        # A wider dtype is exact: 16-bit weights can be loaded into fp32 main weights.
+        floating = saved.dtype.is_floating_point and saved.dtype.itemsize > 1
+        wider = floating and torch.promote_types(saved.dtype, dtype) == dtype
+        if saved.dtype != dtype and not wider:
+            return (
+                f"'{name}' is {saved.dtype} in it, {dtype} here: load in the saved dtype and "
+                f"convert afterwards"
+            )
+        weight = self.manifest.tensors[key[0], ""].shape
+        if self._stored_block(held) is not None and saved.shape not in (weight, weight[:1]):
+            return (
+                f"'{name}' has not the shape of its parameter, and gate and up have another order "
+                f"in the checkpoint, so it is unknown which of its rows belong to gate"
+            )
+        return None
 
-    def _copy(self, key: str) -> None:
-        """Plan the copies that fill a tensor, and compare where its pieces lie."""
-        tensor, stack = self.state.tensors[key], self.state.members.get(key)
-        rank = self.ranks.rank
-        for piece in self.state.pieces(key):
-            name = piece.name if piece.state is not None else self.saved_name(piece.name)
-            piece = Piece(name, piece.state, piece.shape, piece.offsets, piece.data)
-            rows = None
-            if stack is not None and stack.order is not None and piece.shape:
-                order = self.manifest.extra_states.get(self.saved_name(stack.order))
-                rows = stack.stored_rows(piece.shape[0], {stack.order: order})
-            sources = self.copies.add(piece, rows)
-            if isinstance(tensor, DTensor) and not self.moved:
-                replicated = any(placement.is_replicate() for placement in tensor.placements)
-                held = tensor.to_local().numel()
-                if len(sources) != 1 or not (
-                    (sources[0].rank == rank or replicated)
-                    and sources[0].high - sources[0].low == held
-                ):
-                    self.moved = True  # the first is named
-                    self.differences.append(f"'{key}' lay on other ranks")
+    def _stored_block(self, held: Held) -> int | None:
+        """The order of gate and up in the checkpoint, if it is not that of the model."""
+        of = held.experts
+        if of is None or of.order is None:
+            return None
+        saved = self.manifest.extra_states.get(self._saved_name(of.order))
+        block = saved.get("gate_up_block") if isinstance(saved, dict) else None
+        return block if block != of.block else None
 
     def _compare_facts(self) -> None:
         saved, here = self.manifest.facts, facts_of(self.model, self.ranks.size)
         here |= {f"version of {name}": text for name, text in versions().items()}
         saved = saved | {f"version of {n}": text for n, text in self.manifest.versions.items()}
-        if self.optimizer_load is not None:
-            self.differences += self.optimizer_load.differences
-        elif self.manifest.optimizer is not None:
+        if self.optimizer_load is None and self.manifest.optimizer is not None:
             self.differences.append("the optimizer was not loaded")
+        elif self.same_size and self.values.get("pieces") != pieces_digest(self.state):
+            self.differences.append("pieces of tensors lay on other ranks")
+        self.differences += self.optimizer_load.differences if self.optimizer_load else []
         self.differences += _unlike(saved, here)
 
-    def offer(self) -> None:
+    # ------------------------------------------------------------------ what is read
+
+    def _boxes(self, held: Held) -> Iterator[tuple[Shape, Tensor]]:
+        """(offsets in the checkpoint, view) of this rank's boxes; rows of gate and up one run at a
+        time, if they have another order in the checkpoint."""
+        stored = self._stored_block(held)
+        for offsets, view in held.boxes():
+            if stored is None or view.dim() < 2:
+                yield offsets, view
+                continue
+            assert held.experts is not None
+            rows = torch.arange(held.shape[1], device="cpu")
+            try:
+                rows = convert_gate_up(rows, stored, held.experts.block, 0)
+            except (ValueError, RuntimeError) as error:
+                raise DamagedError(f"{self.path}: '{held.experts.order}': {error}") from error
+            mine = rows[offsets[1] : offsets[1] + view.shape[1]]
+            at = 0
+            for run in mine.tensor_split((mine.diff() != 1).nonzero().flatten() + 1):
+                place = (offsets[0], int(run[0]), *offsets[2:])
+                yield place, view[:, at : at + len(run)]
+                at += len(run)
+
+    def _read_counts(self) -> list[tuple[Tensor, Tensor]]:
+        """The counts of steps that several experts share here, and have one by one in the file."""
+        found, problems = [], []
+        for held in self.state.held:
+            for offsets, view in held.boxes() if held.shared else ():
+                counts = torch.empty(view.shape, dtype=view.dtype, device="cpu")
+                self.reader.add(self._key(held), offsets, counts)
+                found.append((held, counts))
+        write(self.reader.read())
+        for held, counts in found:
+            if (counts != counts[0]).any():
+                problems.append(
+                    f"'{key_text(held.key)}' of the experts in the checkpoint: {counts.tolist()}, "
+                    f"and here they have one for all: load into a module with a parameter for each "
+                    f"(layout 'indexed')"
+                )
+        if problems:
+            self._refuse(problems)
+        return [(counts[0], held.tensor) for held, counts in found]
+
+    def _offer(self) -> None:
         """Set the modules' extra states; keep their old ones in case a module refuses."""
         if not self.strict:
             return
         named = unwrapped(self.model).named_modules(remove_duplicate=False)
         modules = {clean(name): module for name, module in named}
         # Experts keep the order of gate and up of this model: the load permutes rows instead.
-        orders = {stack.order for stack in self.state.stacks.values()}
+        orders = {experts.order for experts in self.state.experts.values()}
         for name, value in self.manifest.extra_states.items():
-            if name not in orders:
-                module = modules[name.rpartition(".")[0]]
-                self.offered.append((module, copy.deepcopy(module.get_extra_state())))
-                try:
-                    module.set_extra_state(value)
-                except Exception as error:
-                    raise DamagedError(
-                        f"{self.path}: '{name}' is refused by its module, a "
-                        f"{type(module).__name__}: {type(error).__name__}: {error}"
-                    ) from error
+            if name in orders:
+                continue
+            module = modules[name.rpartition(".")[0]]
+            before = copy.deepcopy(module.get_extra_state())
+            self.undos.append(partial(module.set_extra_state, before))
+            try:
+                module.set_extra_state(value)
+            except Exception as error:
+                raise DamagedError(
+                    f"{self.path}: '{name}' is refused by its module, a {type(module).__name__}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    # ------------------------------------------------------------------ the end
 
     def undo(self) -> None:
-        """Undo the changes of ``read`` and ``offer``."""
-        for module, value in reversed(self.offered):
-            module.set_extra_state(value)
-        if self.optimizer_load is not None:
-            self.optimizer_load.undo()
+        for undo in reversed(self.undos):
+            undo()
 
-    def write(self, restore_random: bool) -> None:
-        for tensor in self.state.tensors.values():
-            if isinstance(tensor, ShardedTensor) and tensor.buffer is not None:
-                tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
-        self.copies.write()
+    def write(self, restore: bool) -> None:
+        for held in self.state.held:
+            if isinstance(held.tensor, ShardedTensor) and held.tensor.buffer is not None:
+                held.tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
+        write(self.copies)
         if self.optimizer_load is not None:
             self.optimizer_load.write()
-        if restore_random and self.same_size:
-            self.random_states.restore()
-        elif restore_random:
-            self.random_states.reseed(self.ranks.rank, self.ranks.size)
+        if restore and self.same_size:
+            restore_random(self.values["random"], str(self.path))
+        elif restore:
+            reseed(self.values["random"], self.ranks.rank, self.ranks.size)
 
     def fill(self, report: LoadReport, differences: list[str]) -> None:
         report.path, report.step = self.path, self.manifest.step
-        keys = {key: self.manifest.entry(*self.state.where[key]) for key in self.state.tensors}
-        report.num_tensors = len(keys)
-        saved = {key.removeprefix("model.") for key in self.manifest.tensors}
-        saved = {name for name in saved if not name.startswith("optimizer.state.")}
-        report.left_out, report.kept = sorted(saved - self.used), self.kept
+        report.num_tensors = len({held.key for held in self.state.held})
+        loaded = {self._key(held)[0] for held in self.state.held}
+        saved = {name for name, of_state in self.manifest.tensors if not of_state}
+        report.left_out, report.kept = sorted(saved - loaded), self.kept
         report.differences = differences
         if report.config is not None:
             saved_config = self.manifest.config or {}

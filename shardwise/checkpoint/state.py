@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as named tensors and plain values, whatever it is wrapped in.
+"""A model and its optimizer as named tensors and plain values, whatever they are wrapped in.
 
     model.blocks.0.up.weight                            a parameter or a persistent buffer
     optimizer.state.blocks.0.up.weight.exp_avg          a state, under the name of its parameter
 
 The names are those of the module tree, so a checkpoint depends neither on wrappers nor on the order
 of an optimizer's groups. The tensors are the live tensors: a save reads them, a load writes them.
+
+The experts of all ranks are stored as one tensor, whether a rank holds its own as one or one by
+one. So a live tensor is the whole of a stored one, or some experts of it, and so are its states:
+
+    rank 0   fc1.weight [2, out, in]                -->  experts 0-1 of   fc1.weight [4, out, in]
+    rank 1   fc1.weight0 [out, in], fc1.weight1     -->  expert 2, expert 3
+
+The order of gate and up is stored too, and a load into another order permutes rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,72 +28,138 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint.manifest import model_key, state_key
-from shardwise.checkpoint.pieces import Piece, Stack, local_boxes, stacks_of
+from shardwise.checkpoint.pieces import Key, key_text
 from shardwise.checkpoint.values import dtype_name
+from shardwise.core.layout import Shape
+from shardwise.core.tensor import ShardedTensor
+from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear
 from shardwise.shard.module import units_of
 from shardwise.shard.state_dict import clean
 
 _EXTRA = "_extra_state"
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a live tensor among those of all ranks."""
+
+    name: str  # of the stored parameter
+    first: int
+    count: int
+    total: int  # of all ranks
+    grouped: bool  # whether dimension 0 of the live tensor counts experts
+    order: str | None = None  # name of the extra state that holds the order of gate and up
+    block: int = 0  # the order of gate and up here
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A live tensor: the whole of a stored tensor, or some experts of it."""
+
+    key: Key
+    tensor: Tensor
+    experts: Experts | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the stored tensor."""
+        shape = tuple(self.tensor.shape)
+        if self.experts is None:
+            return shape
+        return (self.experts.total, *(shape[1:] if self.experts.grouped else shape))
+
+    @property
+    def shared(self) -> bool:
+        """Whether one number, a count of steps, is that of several experts."""
+        return self.experts is not None and self.experts.grouped and not self.tensor.dim()
+
+    def stored(self, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape]:
+        """A box of the live tensor as a box of the stored one."""
+        of = self.experts
+        if of is None:
+            return offsets, sizes
+        if of.grouped and sizes:
+            return (of.first + offsets[0], *offsets[1:]), sizes
+        return (of.first, *offsets), (of.count, *sizes)
+
+    def boxes(self) -> Iterator[tuple[Shape, Tensor]]:
+        """(offsets in the stored tensor, view of the live one) of this rank's boxes."""
+        for offsets, view in local_boxes(self.tensor):
+            begins, sizes = self.stored(offsets, tuple(view.shape))
+            yield begins, view.expand(sizes)  # a view: only ``shared`` repeats an element
+
+
+def local_boxes(tensor: Tensor) -> list[tuple[Shape, Tensor]]:
+    """(offsets, view) of this rank's boxes of a tensor."""
+    if isinstance(tensor, ShardedTensor):
+        views = tensor.cut.views(tensor.to_local().detach())
+        boxes = zip(tensor.cut.boxes, views, strict=True)
+        return [(tuple(offsets), view) for (offsets, _), view in boxes]
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return []  # this rank is not on the mesh of the tensor
+        [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        data = tensor.to_local().detach()
+        return [(tuple(chunk.offsets), data)] if data.numel() else []
+    return [((0,) * tensor.dim(), tensor.detach())]
+
+
 @dataclass
 class State:
-    """Tensors by key, all other values, and the problems that prevent a save or a load."""
+    """The tensors of a rank, all other values, and the problems that prevent a save or a load."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    where: dict[str, tuple[str, str | None]] = field(default_factory=dict)  # name and state, by key
-    buffers: set[str] = field(default_factory=set)  # keys; saved from rank 0, as ranks may differ
-    tied: dict[str, str] = field(default_factory=dict)  # another name -> the saved name
+    held: list[Held] = field(default_factory=list)
+    buffers: set[Key] = field(default_factory=set)  # saved from rank 0, as ranks may differ
+    tied: dict[str, str] = field(default_factory=dict)  # another stored name -> the saved one
     extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have one
     names: dict[int, str] = field(default_factory=dict)  # of parameters, by id
     dtypes: dict[str, str] = field(default_factory=dict)  # before wrapping, if other than main's
-    stacks: dict[str, Stack] = field(default_factory=dict)  # of expert parameters, by name
-    members: dict[str, Stack] = field(default_factory=dict)  # of their tensors and states, by key
+    experts: dict[str, Experts] = field(default_factory=dict)  # by name of the parameter
     problems: list[str] = field(default_factory=list)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add the parameter or buffer ``name``."""
-        key = model_key(name)
-        self.tensors[key], self.where[key] = tensor, (name, None)
-        if (stack := self.stacks.get(name)) is not None:
-            self.members[key] = replace(stack, key=model_key(stack.name))
-
-    def add_state(
-        self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
-    ) -> None:
-        """Add the state ``key`` of the parameter ``name``. If it belongs to experts, ``stack`` says
-        how it is stored, under the key ``stored``."""
-        full = state_key(name, key)
-        self.tensors[full], self.where[full] = value, (name, stored)
-        if stack is not None:
-            self.members[full] = replace(stack, key=state_key(stack.name, stored))
-
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """The names under which all ranks together store a parameter."""
-        return self.stacks[name].stored if name in self.stacks else (name,)
-
     def stored_name(self, name: str) -> str:
-        """The name of a parameter in a checkpoint; of experts, that of the first on this rank."""
-        return self.stacks[name].here[0] if name in self.stacks else name
+        return self.experts[name].name if name in self.experts else name
 
-    def pieces(self, key: str) -> list[Piece]:
-        """The boxes of a tensor that this rank holds, as views; of experts, a box for each."""
-        tensor, (name, state) = self.tensors[key], self.where[key]
-        shape, stack = tuple(tensor.shape), self.members.get(key)
-        boxes = local_boxes(tensor)
-        if stack is None:
-            return [Piece(name, state, shape, offsets, data) for offsets, data in boxes]
-        return [piece for box in boxes for piece in stack.pieces(state, shape, *box)]
+    def add(self, name: str, tensor: Tensor, state: str = "", states: Iterable[str] = ()) -> Held:
+        """Add a parameter or buffer, or a state of it; ``states`` are the keys of all its states.
+
+        Optimizers of whole matrices have a state for each matrix of grouped experts, with its
+        number in the key: ``left.3``. It is stored as the state ``left`` of an expert (``left.1``
+        where an expert has several matrices)."""
+        experts = self.experts.get(name)
+        base, _, number = state.rpartition(".")
+        if experts is not None and experts.grouped and base and number.isdigit():
+            similar = sum(other.rpartition(".")[0] == base for other in states)
+            each, rest = divmod(similar, experts.count)  # matrices of one expert
+            if not rest:
+                expert, matrix = divmod(int(number), each)
+                experts = replace(experts, first=experts.first + expert, count=1, grouped=False)
+                state = base if each == 1 else f"{base}.{matrix}"
+        held = Held((self.stored_name(name), state), tensor, experts)
+        self.held.append(held)
+        self.problems += _problems(held)
+        return held
 
     @property
-    def all_keys(self) -> list[str]:
-        """The keys of the stored tensors of all ranks."""
-        keys = set(self.tensors) - set(self.members)
-        for key, stack in self.members.items():
-            _, state = self.where[key]
-            keys |= {model_key(n) if state is None else state_key(n, state) for n in stack.stored}
-        return sorted(keys)
+    def keys(self) -> list[Key]:
+        """The stored tensors: the same on all ranks."""
+        return sorted({held.key for held in self.held})
+
+
+def _problems(held: Held) -> list[str]:
+    tensor, name = held.tensor, key_text(held.key)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_meta:
+        return [f"'{name}' is on the meta device: materialise it first (to_empty())"]
+    if local.layout != torch.strided:
+        return [f"'{name}' is a {local.layout} tensor: only strided tensors can be saved"]
+    of = held.experts
+    if of is not None and of.grouped and tensor.dim() and len(tensor) != of.count:
+        return [
+            f"'{name}' of shape {list(tensor.shape)} has no part for each of {of.count} experts: "
+            f"give every expert a separate parameter (layout 'indexed')"
+        ]
+    return []
 
 
 # ------------------------------------------------------------------------------ the model
@@ -98,53 +174,74 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def model_state(model: nn.Module) -> State:
     """The parameters and persistent buffers of a model; gathered weights are released first."""
     model = unwrapped(model)
-    state = State(stacks=stacks_of(model, clean))
+    state = State(experts=_experts_of(model))
     parameters = {id(parameter) for parameter in model.parameters()}
     live = model.state_dict(keep_vars=True)  # the registered objects; also reshards the weights
     parameters |= {id(parameter) for parameter in model.parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
-    first_name: dict[int, str] = {}
+    seen: dict[int, Held] = {}
     for raw_name, value in live.items():
         name = clean(raw_name)
         if raw_name.rpartition(".")[2] == _EXTRA:
             state.extra_states[name] = value
-        elif not isinstance(value, Tensor):
-            state.problems.append(f"'{name}' of the state dict is a {type(value).__name__}")
-        elif id(value) not in parameters | buffers:
-            state.problems.append(f"'{name}': a state-dict hook put a copy there")
-        elif id(value) in first_name:
-            first = first_name[id(value)]
-            names, firsts = state.stored_names(name), state.stored_names(first)
-            state.tied |= zip(names, firsts, strict=False)
-            stacks = {state.stacks.get(name), state.stacks.get(first)} if names != firsts else set()
-            if None in stacks and any(stack is not None and stack.spread for stack in stacks):
+        elif not isinstance(value, Tensor) or id(value) not in parameters | buffers:
+            state.problems.append(
+                f"'{name}' of the state dict is a {type(value).__name__} that the model does not "
+                f"hold: a state-dict hook put it there"
+            )
+        elif (first := seen.get(id(value))) is not None:
+            other = Held((state.stored_name(name), ""), value, state.experts.get(name))
+            box = (0,) * value.dim(), tuple(value.shape)
+            if other.shape != first.shape or other.stored(*box) != first.stored(*box):
                 state.problems.append(
-                    f"'{name}' and '{first}' are one tensor, but only one of the names belongs to "
-                    f"experts, of which other ranks hold more: give '{name}' a separate tensor"
+                    f"'{name}' and '{state.names[id(value)]}' are one tensor, but only one of the "
+                    f"names belongs to experts: give '{name}' a separate tensor"
                 )
+            elif other.key != first.key:
+                state.tied[other.key[0]] = first.key[0]
         else:
-            first_name[id(value)] = name
-            state.add(name, value)
+            seen[id(value)] = held = state.add(name, value)
+            state.names[id(value)] = name
             if id(value) in buffers:
-                state.buffers.add(model_key(name))
-            else:
-                state.names[id(value)] = name
-            state.problems += tensor_problems(name, value)
+                state.buffers.add(held.key)
     for group in (group for unit in units_of(model) for group in unit.groups):
         if group.parameter_dtype != group.main.dtype:
-            named = (state.names[id(p)] for p in group.sharded if id(p) in state.names)
-            stored = (key for name in named for key in state.stored_names(name))
-            state.dtypes |= dict.fromkeys(stored, dtype_name(group.parameter_dtype))
+            names = (state.names[id(p)] for p in group.sharded if id(p) in state.names)
+            before = dtype_name(group.parameter_dtype)
+            state.dtypes |= {state.stored_name(name): before for name in names}
     return state
 
 
-def tensor_problems(name: str, value: Tensor) -> list[str]:
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if local.is_meta:
-        return [f"'{name}' is on the meta device: materialise it first (to_empty())"]
-    if local.layout != torch.strided:
-        return [f"'{name}' is a {local.layout} tensor: only strided tensors can be saved"]
-    return []
+def _experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of a model's parameters, by name."""
+    found: dict[str, Experts] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, GroupedLinear):
+            continue
+        prefix = clean(f"{path}.") if path else ""
+        order, block = None, 0
+        if isinstance(module, GateUpLinear):
+            order, block = f"{prefix}{_EXTRA}", module.gate_up_block
+        first, count, total = module.first_expert, module.num_experts, module.total_experts
+        for kind, layout in module.layouts.items():
+            name = f"{prefix}{kind}"
+            if layout == "grouped":
+                found[name] = Experts(name, first, count, total, True, order, block)
+            for index in range(count) if layout != "grouped" else ():
+                one = Experts(name, first + index, 1, total, False, order, block)
+                found[f"{name}{index}"] = one
+    return found
+
+
+def pieces_digest(state: State) -> str:
+    """A hash of the pieces that this rank holds."""
+    pieces: list[tuple[Key, Any]] = []
+    for held in state.held:
+        if isinstance(held.tensor, ShardedTensor):
+            pieces.append((held.key, held.tensor.cut.piece))
+        elif isinstance(held.tensor, DTensor):
+            pieces.append((held.key, tuple(held.tensor.to_local().shape)))
+    return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
 
 
 def placements_of(model: nn.Module) -> list[str]:

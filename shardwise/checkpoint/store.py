@@ -23,15 +23,15 @@ import shutil
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import saving
 from shardwise.checkpoint.attempt import Attempt, is_abandoned, temporary
+from shardwise.checkpoint.dividing import Staging
 from shardwise.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -39,10 +39,9 @@ from shardwise.checkpoint.errors import (
     SaveError,
     ranks_with_data,
 )
-from shardwise.checkpoint.files import check_size
+from shardwise.checkpoint.files import open_listed
 from shardwise.checkpoint.loading import LoadReport, load
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.pieces import Staging
 from shardwise.core import comm
 
 log = logging.getLogger(__name__)
@@ -74,8 +73,7 @@ class Store:
         self.root = Path(os.path.abspath(root))
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
-        self.keep, self.config = keep, config
-        self.timeout = timeout
+        self.keep, self.config, self.timeout = keep, config, timeout
         self._staging = Staging()
         self._in_progress: Future[Path] | None = None
         self._sequence: int | None = None
@@ -119,7 +117,7 @@ class Store:
             raise
         self._in_progress = Future()
         # Not a daemon: a process that ends waits for its last checkpoint.
-        work = (self._in_progress, attempt, replace(snapshot, tensors=staged), step)
+        work = (self._in_progress, attempt, snapshot, staged, step)
         threading.Thread(target=self._write, args=work, name=f"checkpoint-{step}").start()
 
     def wait(self) -> Path | None:
@@ -151,11 +149,16 @@ class Store:
                 raise  # with an earlier error, that is raised, and the log has this one
 
     def _write(
-        self, result: Future[Path], attempt: Attempt, snapshot: saving.Snapshot, step: int
+        self,
+        result: Future[Path],
+        attempt: Attempt,
+        snapshot: saving.Snapshot,
+        staged: dict[str, Tensor],
+        step: int,
     ) -> None:
         try:
             path = saving.write_and_publish(
-                attempt, snapshot, sequence=self._next_sequence, step=step
+                attempt, snapshot, staged, sequence=self._next_sequence, step=step
             )
             if attempt.rank == 0:
                 self._remove_old()
@@ -210,29 +213,25 @@ class Store:
             candidates = [path, *(other for other in candidates if other != path)]
         if not or_older:
             candidates = candidates[:1]
-        other_model: MismatchError | None = None
-        last: CheckpointError | None = None
+        errors: list[CheckpointError] = []
         for candidate in candidates:
             try:
                 return candidate, load(candidate, model, optimizer, report=report)
-            except DamagedError as error:
-                log.error("%s is damaged and passed over: %s", candidate, error)
-                self._damaged.add(candidate)
-                if len(candidates) == 1:
-                    raise
-                last = error
-            except MismatchError as error:  # raised below, if the older ones do not fit either
+            except (DamagedError, MismatchError) as error:
                 log.error("%s is passed over: %s", candidate, error)
-                other_model = other_model or error
-        if not candidates:
+                errors.append(error)
+                if isinstance(error, DamagedError):
+                    self._damaged.add(candidate)
+        if not errors:
             return None
-        if other_model is not None:
-            raise other_model
+        for one in errors:
+            if isinstance(one, MismatchError) or len(candidates) == 1:
+                raise one
         names = ", ".join(candidate.name for candidate in candidates)
         raise DamagedError(
-            f"no checkpoint in {self.root} is sound ({names}): {last}. Begin a new run, or restore "
-            f"a copy of a checkpoint"
-        ) from last
+            f"no checkpoint in {self.root} is sound ({names}): {errors[-1]}. Begin a new run, or "
+            f"restore a copy of a checkpoint"
+        ) from errors[-1]
 
     # ------------------------------------------------------------------ removing (rank 0)
 
@@ -257,9 +256,7 @@ class Store:
 
         Rank 0 calls this, when no rank writes any more.
         """
-        if not self.root.is_dir():
-            return
-        for path in self.root.iterdir():
+        for path in self.root.iterdir() if self.root.is_dir() else ():
             if is_abandoned(path) or path in self._failed:
                 _remove(path)
 
@@ -274,7 +271,8 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
         try:
             manifest = Manifest.read(path)
             for file in manifest.files:
-                check_size(path, file)
+                with open_listed(path, file):
+                    pass
         except CheckpointError as error:
             log.warning("%s is no valid checkpoint: %s", path, error)
             continue

@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import random
-import re
 from typing import Any
 
 import numpy
@@ -30,60 +29,69 @@ from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.core.tensor_whole import WholeTensor
 from shardwise.notices import warn_once
 
-MAX_ARRAY_BYTES = 1 << 20  # larger arrays belong to the model or the optimizer
+log = logging.getLogger(__name__)
+
 MAX_JSON_BYTES = 1 << 26
-MAX_DEPTH = 40  # of a value
-# What reading a value of a wrong form raises.
+# What reading a value of a wrong form raises. RuntimeError: also of one that is nested too deep.
 DAMAGE = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError)
 _TAG = "$"
-_NUMPY_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,4}(\[[0-9]{0,3}[a-zA-Z]{1,2}\])?")
 
 
-def encode(value: Any, where: str, depth: int = 0) -> Any:
+def encode(value: Any, where: str) -> Any:
     """``value`` as JSON. A ``CheckpointError`` names the place of a value that can't be saved."""
+    try:
+        return _encode(value, where)
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested too deep, or contains itself") from None
+
+
+def _encode(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
         return str.__str__(value)  # the value of a StrEnum, not its name
-    if depth > MAX_DEPTH:
-        raise CheckpointError(
-            f"{where:.200}... is nested more than {MAX_DEPTH} levels deep, or contains itself: "
-            f"make it flatter"
-        )
-    inside = depth + 1
     if isinstance(value, dict):
-        if _TAG not in value and all(type(key) is str for key in value):
-            return {key: encode(item, f"{where}[{key!r}]", inside) for key, item in value.items()}
         pairs = [
-            [encode(key, f"a key of {where}", inside), encode(item, f"{where}[{key!r}]", inside)]
+            (_encode(key, f"a key of {where}"), _encode(item, f"{where}[{key!r}]"))
             for key, item in value.items()
         ]
-        return {_TAG: "dict", "v": pairs}
+        plain = _TAG not in value and all(type(key) is str for key in value)
+        return dict(pairs) if plain else {_TAG: "dict", "v": pairs}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}[{index}]", inside) for index, item in enumerate(value)]
+        items = [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "v": items}
     if isinstance(value, bytes):
         return {_TAG: "bytes", "v": _text(value)}
-    if isinstance(value, Tensor):
-        return _encode_tensor(value, where)
-    if isinstance(value, numpy.ndarray | numpy.generic):
-        if value.dtype.hasobject:
-            raise CheckpointError(f"{where} is an array of Python objects: store numbers")
-        _check_size(value.nbytes, where)
-        kind = "array" if isinstance(value, numpy.ndarray) else "number"
-        form = {"dtype": value.dtype.str, "shape": list(value.shape)}
-        return {_TAG: kind, **form, "v": _text(value.tobytes())}
+    if isinstance(value, numpy.generic):
+        return _encode(value.item(), where)
+    if isinstance(value, WholeTensor):
+        value = value.full_tensor()  # such as a norm
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        return _encode_tensor(torch.from_numpy(value.copy()), "array")
+    if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        return _encode_tensor(value, "tensor")
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which JSON can't hold: pass numbers, strings, "
-        f"lists, tuples, dictionaries, bytes or small tensors (its state_dict())"
+        f"lists, tuples, dictionaries, bytes or small plain tensors (its state_dict())"
     )
+
+
+def _encode_tensor(value: Tensor, tag: str) -> Any:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    form = {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    return {_TAG: tag, **form, "v": _text(data)}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def decode(value: Any, where: str) -> Any:
     """The value whose JSON is ``value``: the inverse of ``encode``."""
     try:
         return _decode(value)
-    except DAMAGE as error:  # RuntimeError: also of a value that is nested too deep
+    except DAMAGE as error:
         raise DamagedError(f"{where} holds a value that is not what shardwise writes") from error
 
 
@@ -95,52 +103,37 @@ def _decode(value: Any) -> Any:
     if _TAG not in value:
         return {key: _decode(item) for key, item in value.items()}
     tag, content = value[_TAG], value["v"]
-    if tag == "tuple":
-        return tuple(_decode(_typed_list(content)))
-    if tag == "dict":
-        return {_decode(key): _decode(item) for key, item in _typed_list(content)}
+    if tag == "tuple" and type(content) is list:
+        return tuple(_decode(content))
+    if tag == "dict" and type(content) is list:
+        return {_decode(key): _decode(item) for key, item in content}
     data = base64.b64decode(content, validate=True)
     if tag == "bytes":
         return data
-    shape = _typed_list(value["shape"])
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError("the shape is no list of sizes")
-    if tag == "tensor":
-        dtype = dtype_of(value["dtype"], "a tensor")
-        if math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError(f"{len(data)} bytes do not fill the shape")
-        if not data:  # frombuffer refuses an empty buffer
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
-    if tag not in ("array", "number") or not _NUMPY_DTYPE.fullmatch(value["dtype"]):
-        raise ValueError("an unknown tag, or a dtype that is none of numpy")
-    kind = numpy.dtype(value["dtype"])
-    if kind.hasobject or math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError("an array of objects, or bytes that do not fill the shape")
-    array = numpy.frombuffer(data, dtype=kind).reshape(shape).copy()
-    return array if tag == "array" else array[()]
-
-
-def _typed_list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError("a list belongs here")
-    return value
+    if tag not in ("tensor", "array"):
+        raise ValueError("an unknown tag")
+    dtype, shape = dtype_of(value["dtype"], "a tensor"), value["shape"]
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes do not fill the shape")
+    found = torch.empty(shape, dtype=dtype, device="cpu")
+    if data:
+        found.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return found if tag == "tensor" else found.numpy()
 
 
 def to_bytes(value: Any, where: str) -> bytes:
     """The JSON text of a value."""
-    data = json.dumps(encode(value, where)).encode()
-    check_length(data, where)
-    return data
+    return check_length(json.dumps(encode(value, where)).encode(), where)
 
 
-def check_length(data: bytes, where: str) -> None:
-    """Raise if ``parse_json`` would refuse a text of this length."""
+def check_length(data: bytes, where: str) -> bytes:
+    """Raise if a load would refuse a text of this length."""
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{where}: {len(data)} bytes of JSON, and a load reads at most {MAX_JSON_BYTES}: make "
             f"large values buffers of the model, or keep them in another file"
         )
+    return data
 
 
 def from_bytes(data: bytes, where: str) -> Any:
@@ -167,104 +160,62 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _encode_tensor(value: Tensor, where: str) -> Any:
-    value = value.full_tensor() if isinstance(value, WholeTensor) else value  # such as a norm
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}, and only plain tensors can be stored here: "
-            f"shards belong to the model or the optimizer"
-        )
-    _check_size(value.nbytes, where)
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    form = {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
-    return {_TAG: "tensor", **form, "v": _text(data)}
-
-
-def _check_size(nbytes: int, where: str) -> None:
-    if nbytes > MAX_ARRAY_BYTES:
-        raise CheckpointError(
-            f"{where} holds {nbytes} bytes, and at most {MAX_ARRAY_BYTES} can be stored as JSON: "
-            f"make it a buffer of the model, or keep it in another file"
-        )
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
 # ------------------------------------------------------------------------------ random states
-
-log = logging.getLogger(__name__)
 
 
 def random_states() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators. Draws no number."""
+    of_numpy = numpy.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": of_numpy if isinstance(of_numpy, tuple) else None,  # None: not numpy's own default
         "torch": torch.get_rng_state(),
         # A process uses one device; asking would start a driver that is not in use yet.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
-class RandomStates:
-    """The states of one rank's generators in a checkpoint: checked, not yet set.
+def check_random(saved: Any, where: str) -> None:
+    """Try random states on new generators; raise a ``DamagedError`` if they are none."""
+    try:
+        random.Random().setstate(saved["python"])
+        torch.Generator().set_state(saved["torch"])
+        if not isinstance(saved["python"][2], float | None):
+            raise TypeError("no state of Python")
+        if (cuda := saved["cuda"]) is not None:
+            if cuda.dtype != torch.uint8 or cuda.dim() != 1:
+                raise ValueError("no state of a GPU")
+            if torch.cuda.is_available():
+                torch.Generator("cuda").set_state(cuda)
+        if saved["numpy"] is not None:
+            # numpy checks neither these types nor whether the position is inside the key.
+            _, key, position, has_gauss, gauss = saved["numpy"]
+            if (type(position), type(has_gauss), type(gauss)) != (int, int, float):
+                raise TypeError("no state of numpy")
+            if not 0 <= position <= len(key):
+                raise ValueError("a position outside the state of numpy")
+            numpy.random.RandomState().set_state(saved["numpy"])
+    except DAMAGE as error:
+        raise DamagedError(f"{where}: the random states can't be used: {error}") from error
 
-    With the number of ranks of the save, each rank gets its states back and continues its streams
-    of random numbers. With another number this is impossible. Every rank is then seeded from the
-    saved state of rank 0, its rank and the number of ranks. That is deterministic, different on
-    every rank, and different from the numbers of a new run with the same seed.
-    """
 
-    def __init__(self, saved: Any, where: str) -> None:
-        self._saved, self._where = saved, where
-        try:
-            _try(saved)
-        except DAMAGE as error:
-            raise DamagedError(f"{where}: the random states can't be used: {error}") from error
-
-    def restore(self) -> None:
-        """Set the generators to the saved states."""
-        saved = self._saved
-        random.setstate(saved["python"])
+def restore_random(saved: Any, where: str) -> None:
+    """Set this rank's generators to its saved states, after ``check_random``."""
+    random.setstate(saved["python"])
+    torch.set_rng_state(saved["torch"])
+    if saved["numpy"] is not None:
         numpy.random.set_state(saved["numpy"])
-        torch.set_rng_state(saved["torch"])
-        if saved["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(saved["cuda"])
-        elif saved["cuda"] is not None:
-            warn_once(log, "%s holds the random state of a GPU, and there is no GPU", self._where)
-
-    def reseed(self, rank: int, world_size: int) -> int:
-        """Seed all generators for another number of ranks; return the seed, the same every time."""
-        basis = to_bytes([self._saved, rank, world_size], "the random states")
-        seed = int.from_bytes(hashlib.sha256(basis).digest()[:8], "big")
-        random.seed(seed)
-        numpy.random.seed(seed % (1 << 32))
-        torch.manual_seed(seed)  # of the device as well
-        return seed
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    elif saved["cuda"] is not None:
+        warn_once(log, "%s holds the random state of a GPU, and there is no GPU", where)
 
 
-def _try(saved: Any) -> None:
-    """Try the states on new generators; raise if they are no states."""
-    random.Random().setstate(saved["python"])
-    torch.Generator().set_state(saved["torch"])
-    if (cuda := saved["cuda"]) is not None:
-        if cuda.dtype != torch.uint8 or cuda.dim() != 1:
-            raise ValueError("no state of a GPU")
-        if torch.cuda.is_available():
-            torch.Generator("cuda").set_state(cuda)
-    if not isinstance(saved["python"][2], float | None):
-        raise TypeError("no state of Python")
-    if type(state := saved["numpy"]) is tuple:
-        # numpy checks neither the types nor whether the position is inside the key.
-        _, key, position, has_gauss, gauss = state
-        if type(has_gauss) is not int or type(gauss) not in (int, float):
-            raise TypeError("no state of numpy")
-        if type(position) is not int or not 0 <= position <= len(key):
-            raise ValueError(f"a position outside the state of numpy: {shown(position)}")
-    elif state["bit_generator"] not in ("PCG64", "PCG64DXSM", "SFC64"):
-        raise ValueError("an unknown generator of numpy")
-    generator = type(numpy.random.get_bit_generator())()  # type: ignore[attr-defined]
-    numpy.random.RandomState(generator).set_state(state)
+def reseed(saved: Any, rank: int, world_size: int) -> None:
+    """Seed all generators from the saved states of rank 0, for another number of ranks: the same
+    every time, different on every rank, and different from a new run with the same seed."""
+    basis = to_bytes([saved, rank, world_size], "the random states")
+    seed = int.from_bytes(hashlib.sha256(basis).digest()[:8], "big")
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # of the device as well

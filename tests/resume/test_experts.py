@@ -120,9 +120,9 @@ def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_pa
         return GroupedMLP(experts, 8, 4, activation=swiglu(), gate_up_block=block)
 
     sw.save(tmp_path / "three", mlp())
-    with pytest.raises(MismatchError, match=r"missing from it: 'fc1\.weight3' \[8, 8\]"):
+    with pytest.raises(MismatchError, match=r"'fc1\.weight' has shape \[3, 8, 8\] in it, \[4"):
         sw.load(tmp_path / "three", mlp(4))
-    with pytest.raises(MismatchError, match=r"'fc2\.weight' has 3 experts, 2 here"):
+    with pytest.raises(MismatchError, match=r"'fc2\.weight' has shape \[3, 8, 4\] in it, \[2"):
         sw.load(tmp_path / "three", mlp(2))
     silent = mlp()
     silent.fc1.__class__ = type(silent.fc2)  # a linear that does not say in which order they stand
@@ -142,7 +142,7 @@ def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: P
     sw.save(tmp_path / "factored", *factored)
     sw.load(tmp_path / "factored", *made(layout="indexed"))
     with pytest.raises(
-        MismatchError, match=r"fc1.weight.col_var' has shape \[2, 1, 8\], not that of"
+        MismatchError, match=r"fc1.weight.col_var' has not the shape of its parameter"
     ):
         sw.load(tmp_path / "factored", *made(block=2))
     with pytest.raises(
@@ -153,9 +153,7 @@ def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: P
     some = torch.optim.AdamW([p for n, p in mlp.named_parameters() if n != "fc2.weight1"])
     sw.save(tmp_path / "some", mlp, some)
     whole, _ = made()
-    with pytest.raises(
-        MismatchError, match=r"'fc2.weight1': none in the checkpoint, and \['exp_avg"
-    ):
+    with pytest.raises(MismatchError, match=r"'fc2.weight': only some of its experts have it"):
         sw.load(tmp_path / "some", whole, torch.optim.AdamW(whole.parameters()))
     mlp, _ = made(layout="indexed")
     late = torch.optim.AdamW(mlp.parameters())
@@ -169,7 +167,7 @@ def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: P
     again, _ = made(layout="indexed")
     sw.load(tmp_path / "late", again, torch.optim.AdamW(again.parameters()))
     whole, _ = made()
-    with pytest.raises(MismatchError, match=r"'step' of the experts of 'fc1.weight'.*\[1.0, 2.0\]"):
+    with pytest.raises(MismatchError, match=r"fc1.weight.step' of the experts .*\[2.0, 1.0\]"):
         sw.load(tmp_path / "late", whole, torch.optim.AdamW(whole.parameters()))
 
 
