@@ -136,9 +136,11 @@ def left_to_the_night(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("nightly") and config.args == config.getini("testpaths"):
-        config.hook.pytest_deselected(items=list(filter(left_to_the_night, items)))
-        items[:] = [item for item in items if not left_to_the_night(item)]
+    named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
+    night = [item for item in items if left_to_the_night(item) and item.path not in named]
+    if night and not config.getoption("nightly"):
+        config.hook.pytest_deselected(items=night)
+        items[:] = [item for item in items if item not in night]
 
     def rank(item: pytest.Item) -> int:
         name = item.path.as_posix()
