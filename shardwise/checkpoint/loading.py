@@ -81,7 +81,6 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    restore_random: bool = True,
     strict: bool = True,
     names: Mapping[str, str] | None = None,
     report: LoadReport | None = None,
@@ -126,15 +125,12 @@ def load(
 
     manifest, _ = together(compare, ranks)
     job = _Job(folder, manifest, model, optimizer, ranks, strict, names or {})
-    random = restore_random and strict
     try:
-        if not random:
-            job.differences.append("random states were not loaded")
         _, differences = together(job.read, ranks, facts=lambda _: job.differences)
     except BaseException:
         job.undo()
         raise
-    together(lambda: job.write(random), ranks)
+    together(job.write, ranks)
     if report is not None:
         job.fill(report, list(dict.fromkeys(one for theirs in differences for one in theirs)))
     extra: dict[str, Any] = job.values["extra"]
@@ -264,6 +260,7 @@ class _Job:
         elif self.same_size and self.values.get("pieces") != pieces_digest(self.state):
             self.differences.append("pieces of tensors lay on other ranks")
         self.differences += self.optimizer_load.differences if self.optimizer_load else []
+        self.differences += [] if self.strict else ["random states were not loaded"]
         self.differences += _unlike(saved, here)
 
     # ------------------------------------------------------------------ what is read
@@ -337,16 +334,16 @@ class _Job:
         for undo in reversed(self.undos):
             undo()
 
-    def write(self, restore: bool) -> None:
+    def write(self) -> None:
         for held in self.state.held:
             if isinstance(held.tensor, ShardedTensor) and held.tensor.buffer is not None:
                 held.tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
         write(self.copies)
         if self.optimizer_load is not None:
             self.optimizer_load.write()
-        if restore and self.same_size:
+        if self.strict and self.same_size:
             restore_random(self.values["random"], str(self.path))
-        elif restore:
+        elif self.strict:
             reseed(self.values["random"], self.ranks.rank, self.ranks.size)
 
     def fill(self, report: LoadReport, differences: list[str]) -> None:

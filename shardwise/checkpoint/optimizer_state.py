@@ -290,15 +290,11 @@ class OptimizerLoad:
 
 def _replaces(saved: Any, current: Any) -> bool:
     """Whether a saved value can replace the current value: both are numbers, or texts, ..."""
-    if isinstance(current, Tensor):
-        fits = not isinstance(saved, Tensor) or saved.shape in ((), current.shape)
-        return _kind(saved) == "number" and fits
-    if isinstance(saved, tuple | list) and isinstance(current, tuple | list) and current:
+    if saved is None or current is None:
+        return True
+    kinds: list[Any] = [(bool, int, float, Tensor), (tuple, list), str, dict]
+    if not any(isinstance(saved, kind) and isinstance(current, kind) for kind in kinds):
+        return type(saved) is type(current)
+    if isinstance(current, tuple | list) and current:
         return len(saved) == len(current) and all(map(_replaces, saved, current))
-    return saved is None or current is None or _kind(saved) == _kind(current)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return "sequence"
-    return "number" if isinstance(value, bool | int | float | Tensor) else type(value).__name__
+    return not isinstance(saved, Tensor) or saved.shape in ((), torch.as_tensor(current).shape)

@@ -67,7 +67,6 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     config: Mapping[str, Any] | None = None,
-    timeout: float = TIMEOUT_SECONDS,
 ) -> None:
     """Write a checkpoint to ``path``; on return it is complete and on the disk (collective).
 
@@ -80,7 +79,10 @@ def save(
     final = Path(os.path.abspath(path))
     ranks = ranks_with_data()
     attempt, snapshot = begin(
-        ranks, [final], timeout, lambda: take_snapshot(ranks, model, optimizer, extra, config)
+        ranks,
+        [final],
+        TIMEOUT_SECONDS,
+        lambda: take_snapshot(ranks, model, optimizer, extra, config),
     )
     try:
         write_and_publish(attempt, snapshot, snapshot.tensors, sequence=lambda: 1, step=None)
