@@ -12,6 +12,7 @@ the wire. Under zero(3) on one axis, for a model of a root and layers 1..L:
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +128,12 @@ def check_order(rank: int, world_size: int) -> tuple[Calls, list[int]]:
 
 
 def test_the_order_is_the_next_unit_ahead_both_ways() -> None:
+    assert_the_next_ahead(run_ranks(check_order, 2))
+
+
+def assert_the_next_ahead(results: list[Any]) -> None:
     """Each unit's gather is issued while the one before it computes; grads go as they come."""
-    for found, sizes in run_ranks(check_order, 2):
+    for found, sizes in results:
         assert len(set(sizes)) == DEPTH + 1, "bytes name units"
         unit = {size * 4: number for number, size in enumerate(sizes)}
         names = {"all_gather": "gather", "reduce_scatter": "reduce"}

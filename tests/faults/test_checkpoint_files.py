@@ -576,6 +576,12 @@ LATE: dict[str, Callable[[Path], object]] = {
 }
 
 
+def make_late(honest: Path, folder: Path) -> None:
+    for name, damage in LATE.items():
+        damage(shutil.copytree(honest, folder / name))
+        seal(folder / name)
+
+
 def refuse(
     rank: int, world_size: int, folder: str, strategy: str, optimizer: str, fresh: bool
 ) -> dict[str, tuple[str, str, bool]]:
@@ -605,9 +611,7 @@ def refuse(
 def test_a_refused_load_changes_nothing_on_any_rank(
     strategy: str, optimizer: str, fresh: bool, saved: Path, tmp_path: Path
 ) -> None:
-    for name, damage in LATE.items():
-        damage(shutil.copytree(saved / optimizer, tmp_path / name))
-        seal(tmp_path / name)
+    make_late(saved / optimizer, tmp_path)
     first, second = run_ranks(refuse, 2, str(tmp_path), strategy, optimizer, fresh)
     assert first == second, "every rank raises the same"
     for name, (kind, text, unchanged) in first.items():

@@ -5,19 +5,26 @@ the engine and sees the test of the invariant fail. docs/promises.md lists them 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint.loading import _Job
+from shardwise.checkpoint.reading import write
 from shardwise.core.memory import TracePool
+from shardwise.optim import ownership
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
+from shardwise.shard.model import Model
 from shardwise.shard.parameter import CodedLeaf
 from tests.comm.planning import assert_planned
+from tests.comm.test_counts import assert_the_next_ahead, check_order
 from tests.contract.test_nothing_left import nothing_left
+from tests.faults.test_checkpoint_files import make_late, refuse, save_both
 from tests.memory.helpers import Books
 from tests.memory.test_bytes import make
 from tests.models import loss_of, tokens
@@ -25,6 +32,7 @@ from tests.parity.test_bitwise import check_schedules
 from tests.parity.test_mxfp8 import check_on_and_off
 from tests.parity.test_scaling import check_divisors
 from tests.ranks import RanksFailed, on_ranks, run_ranks
+from tests.unit import test_exchange
 
 Patch = pytest.MonkeyPatch
 
@@ -67,12 +75,23 @@ def written_by_two(patch: Patch) -> None:
     patch.setattr(Gradients, "_pack", pack)
 
 
+def not_ahead(patch: Patch) -> None:
+    """No unit is gathered before it is needed."""
+    patch.setattr(Model, "_prefetch", staticmethod(lambda *_: None))
+
+
+def written_early(patch: Patch) -> None:
+    """A load writes weights before the modules have taken their extra states."""
+    offer = _Job._offer
+    patch.setattr(_Job, "_offer", lambda self: (write(self.copies), offer(self)))
+
+
 def failing(
     rank: int, world_size: int, plant: Callable[[Patch], None], check: Any, *of: Any
-) -> None:
+) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        check(rank, world_size, *of)
+        return check(rank, world_size, *of)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,32 @@ def failing(
 def test_a_planted_mistake_is_seen(plant: Any, check: Any, of: tuple[Any, ...]) -> None:
     with pytest.raises(RanksFailed, match="AssertionError"):
         run_ranks(failing, 2, plant, check, *of)
+
+
+def test_an_order_without_gathers_ahead_is_seen() -> None:
+    """I2."""
+    with pytest.raises(AssertionError):
+        assert_the_next_ahead(run_ranks(failing, 2, not_ahead, check_order))
+
+
+def test_a_load_that_writes_before_it_is_accepted_is_seen(tmp_path: Path) -> None:
+    """I14."""
+    run_ranks(save_both, 2, str(tmp_path / "saved"))
+    make_late(tmp_path / "saved" / "adamw", tmp_path)
+    of = str(tmp_path), "zero3", "adamw", True
+    for found in run_ranks(failing, 2, written_early, refuse, *of):
+        assert not all(unchanged for _, _, unchanged in found.values())
+
+
+def test_replicas_that_do_not_share_the_work_are_seen(monkeypatch: Patch) -> None:
+    """I12: one replica owns every matrix."""
+
+    def first_alone(matrices: Sequence[Any], num_replicas: int) -> list[list[int]]:
+        return [list(range(len(matrices))), *([] for _ in range(num_replicas - 1))]
+
+    monkeypatch.setattr(ownership, "_assign_replicas", first_alone)
+    with pytest.raises(AssertionError):
+        test_exchange.test_replicas_share_the_work_and_hand_their_rows_on(8, 4)
 
 
 @on_ranks(2)
