@@ -42,7 +42,7 @@ from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
 from shardwise.optim.rules import Piece, State, Step
 from shardwise.optim.split import Matrix
 from shardwise.optim.states import AGE, WholeStates, part_of, selected, store
-from shardwise.optim.storage import Sharding, Written, local_of, pieces_of, sharding_of
+from shardwise.optim.storage import Sharding, local_of, pieces_of, sharding_of
 
 States = dict[Tensor, dict[str, Any]]
 LEAST_BYTES = 16 << 20  # less memory for matrices that skip the exchange is not worth more launches
@@ -73,17 +73,16 @@ class MatrixGroup:
         self.sharding, self.members = sharding, list(members)
         self.rule, parameters = members[0].rule, [member.parameter for member in members]
         locals_ = [local_of(parameter) for parameter in parameters]
-        device, dense = locals_[0].device, all(local.is_contiguous() for local in locals_)
+        device = locals_[0].device
         self.blocks = self._blocks()
         self.spread: Spread | None = None
         matrices = self._matrices()
-        # ``fused``: the hooks run by kernels here. ``narrow``: on all ranks, so results travel in
-        # fp16 and are scaled when they are applied. All blocks of a matrix need the same scale.
+        # ``fused``: the hooks run by kernels. ``narrow``: results travel in fp16, and are scaled
+        # when they are applied. All blocks of a matrix need the same scale.
         wide = all(local.dtype == torch.float32 for local in locals_)
-        fits = wide and self.rule.has_kernels and has_kernels(device, sharding)
         same = all(len(set(matrix.shapes)) == 1 for matrix in matrices)
-        self.fused = fits and (dense or device.type == "meta")
-        self.narrow = fits and same and self.blocks is None and self.rule.keeps("compute")
+        self.fused = wide and self.rule.has_kernels and has_kernels(device, sharding)
+        self.narrow = self.fused and same and self.blocks is None and self.rule.keeps("compute")
         results = torch.float16 if self.narrow else torch.float32
         shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
         # Parameters of other libraries have all of a replica's states on each replica.
@@ -310,15 +309,14 @@ class MatrixGroup:
             elsewhere = (s for s in spans[len(places) :] if self.everywhere[s.parameter])
             pairs += [(span, torch.empty(span.numel, device=device)) for span in elsewhere]
         for numbers, step in self._alike(now, [span for span, _ in pairs]):
-            written, mine = Written(), [pairs[number] for number in numbers]
+            mine = [pairs[number] for number in numbers]
             states: dict[str, list[Tensor]] = {name: [] for name in self.rule.row_states}
             for span, _ in mine:
                 state = now.states[self.members[span.parameter].parameter]
                 for name, pieces in states.items():
-                    pieces.append(self._piece(span, written.flat(local_of(state[name]))))
+                    pieces.append(self._piece(span, local_of(state[name]).view(-1)))
             gradients = [self._piece(span, self._gradient(span.parameter)) for span, _ in mine]
             self.rule.before(gradients, states, [place for _, place in mine], step)
-            written.finish()
 
     def _compute(self, now: Now, batches: list[Batch]) -> list[Tensor]:
         """The updates of the matrices that this rank owns, batch by batch."""
@@ -374,12 +372,11 @@ class MatrixGroup:
     def _after(self, now: Now, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
         """Decay and update the weights of a round."""
         for numbers, step in self._alike(now, spans):
-            written, weights = Written(), []
+            weights = []
             for span in (spans[number] for number in numbers):
-                weight = written.flat(local_of(self.members[span.parameter].parameter))
+                weight = local_of(self.members[span.parameter].parameter).view(-1)
                 weights.append(self._mine(span.parameter, weight)[span.begin : span.end])
             self.rule.after(weights, [updates[number] for number in numbers], step)
-            written.finish()
 
     def _mine(self, position: int, flat: Tensor) -> Tensor:
         """The part of a flat weight, or of a state or gradient, that this rank updates."""

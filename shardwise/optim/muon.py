@@ -152,8 +152,6 @@ class MuonSettings(Rule):
         if step.by_kernels:
             _apply(weights, updates, step, step.scale)
             return
-        if updates[0].dtype == torch.float16:  # of other ranks' kernels
-            updates = [update.float().mul_(step.scale) for update in updates]
         lr, weight_decay = float(settings["lr"]), settings["weight_decay"]
         if weight_decay and settings["decay"] == "cautious":
             for weight, update in zip(weights, updates, strict=True):

@@ -184,6 +184,8 @@ def storage_problem(name: str, parameter: Tensor, *, matrix: bool = False) -> st
     """Why an optimizer cannot find the pieces of a parameter, or None."""
     if parameter.is_meta:
         return f"'{name}' has no values yet (meta device): materialise the model first"
+    if matrix and not local_of(parameter).is_contiguous():
+        return f"'{name}' is not contiguous, and matrices are written row by row: make it so"
     if not isinstance(parameter, DTensor):
         return None
     if any(placement.is_partial() for placement in parameter.placements):
@@ -273,24 +275,3 @@ def mark_written(parameters: Sequence[Tensor]) -> None:
     buffers = {id(buffer): buffer for buffer in map(buffer_of, parameters)}
     for buffer in filter(None, buffers.values()):
         buffer.writes += 1
-
-
-class Written:
-    """Flat memory to write tensors in: a view of each, or a copy that :meth:`finish` writes
-    back."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        if tensor.is_contiguous():
-            return tensor.view(-1)
-        copy = next((copy for source, copy in self._copies if source is tensor), None)
-        if copy is None:
-            copy = tensor.contiguous()
-            self._copies.append((tensor, copy))
-        return copy.view(-1)
-
-    def finish(self) -> None:
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)

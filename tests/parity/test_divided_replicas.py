@@ -219,7 +219,7 @@ def check_gradients(rank: int, world_size: int) -> dict[str, int]:
     scaler.update()
     assert scaler.get_scale() == 2.0
     assert_same(everything(model, optimizer), before)
-    with pytest.raises(NotImplementedError, match="build the next optimizer with"):
+    with pytest.raises(NotImplementedError, match=r"up\.weight"):
         torch.optim.AdamW(model.parameters()).step()
     return here
 

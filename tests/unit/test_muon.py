@@ -156,6 +156,10 @@ def test_an_optimizer_that_cannot_work_is_refused() -> None:
         sw.optimizer(nn.Identity(), matrix="muon", elementwise=torch.optim.AdamW)
     for part in ("matrix='muon'", "use sw.adamw", "no trainable parameters"):
         assert part in str(caught.value)
+    turned = nn.Linear(4, 4)
+    turned.weight = nn.Parameter(torch.zeros(4, 3).t())
+    with pytest.raises(ValueError, match="'weight' is not contiguous"):
+        sw.optimizer(turned, matrix=sw.muon(), elementwise=sw.adamw())
     with torch.device("meta"):
         late = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="'weight' has no values yet"):
