@@ -25,8 +25,9 @@ import shardwise as sw
 from benchmarks import report
 from benchmarks.measure import GIB
 from shardwise.models.gpt import GPT
-from shardwise.train.build import build_model, build_optimizer, named_precision
+from shardwise.train.build import build_model, build_optimizer
 from shardwise.train.config import TrainConfig
+from shardwise.train.fit import named_precision
 from shardwise.train.launch import World, join
 from shardwise.train.recipes import find_recipe
 

@@ -67,14 +67,6 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if hours < 2 else long
 
 
-def tick_text(text: str) -> str:
-    """
-    >>> tick_text("8.00 MiB"), tick_text("1.50M"), tick_text("120 B")
-    ('8 MiB', '1.5M', '120 B')
-    """
-    return re.sub(r"\.0+(?![0-9])|(\.[0-9]*[1-9])0+(?![0-9])", r"\1", text)
-
-
 def parse_size(text: str | int) -> int:
     """
     >>> parse_size("80GiB") == 80 * 2**30, parse_size("1.5 MB"), parse_size("4096")

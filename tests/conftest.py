@@ -57,7 +57,6 @@ LONG = (
     "parity/test_one_process.py",
     "memory/test_bytes.py",
     "parity/test_scaling.py",
-    "unit/test_dry_run.py",
     "parity/test_divided_replicas.py",
     "parity/test_missing_gradients.py",
     "interop/test_dcp.py",

@@ -36,9 +36,8 @@ from shardwise.cli import main, run
 from shardwise.core.tensor import ShardedTensor
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
-from shardwise.train.build import precision_of
 from shardwise.train.config import TrainConfig
-from shardwise.train.fit import plan_inputs
+from shardwise.train.fit import plan_inputs, precision_of
 from shardwise.train.launch import World
 from shardwise.train.loop import Trainer
 from tests.one_card import device_type

@@ -47,7 +47,6 @@ class Engine:
     options: Options
     ledger: Ledger
     model: nn.Module  # wrapped
-    walked: bool = False  # whether a step has run
     optimizer: ShardedOptimizer | None = None
     follower: Follower | None = None
 
@@ -107,20 +106,12 @@ class Engine:
         """Run one step from rest. ``forward`` returns the tensor from which backward starts."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._first_differs and not self.walked:
-            self._step(forward, count)
+        if any(not group.trainable for group in self.groups):
+            self._step(forward, count)  # its forward gathers frozen weights that stay
         self.ledger.reset_peak()
         if self.follower is not None:
             self.follower.peak = self.follower.at_peak = 0
-        timeline: list[tuple[str, int]] = []
-
-        def note(kind: str, nbytes: int) -> None:
-            if nbytes:
-                timeline.append((kind, nbytes))
-
-        self.ledger.watchers.append(note)
         phases, loaded, exchanged = self._step(forward, count)
-        self.ledger.watchers.remove(note)
         return Measured(
             rest=rest,
             loaded=loaded,
@@ -128,16 +119,9 @@ class Engine:
             peak_total=self.ledger.peak_total,
             phases=phases,
             exchanged=exchanged,
-            timeline=tuple(timeline),
             followed=None if self.follower is None else self.follower.peak,
             activations=0 if self.follower is None else self.follower.at_peak,
         )
-
-    @property
-    def _first_differs(self) -> bool:
-        """Whether the first step differs from later steps: its forward gathers frozen weights that
-        stay."""
-        return any(not group.trainable for group in self.groups)
 
     def _step(
         self, forward: Callable[[], Tensor], count: int
@@ -159,7 +143,6 @@ class Engine:
                 _add(phases["backward"], calls, times)
                 del loss
         loaded = self.ledger.snapshot()
-        self.walked = True
         with comm.record() as calls, self._followed():
             self._update()
         exchanged = Counter(call for call in calls if self._exchanges(call))

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.core.comm import Call
 from shardwise.core.division import Division
+from shardwise.planning.activations import WORKSPACE
 from shardwise.planning.orthogonalisation import Orthogonalisation
 from shardwise.planning.planned import (
     Collective,
@@ -45,15 +46,12 @@ class Plan(Measured):
     model: str
     num_parameters: int
     options: Options
-    source: str  # "plan", or "dry run"
     units: tuple[PlannedUnit, ...]
     optimizer_bytes: int
     matrices: Orthogonalisation | None = None
-    traffic: Traffic = field(repr=False, default_factory=Traffic)
+    traffic: Traffic | None = field(repr=False, default=None)  # of routers and rows, with tokens
     # By name: the elements that each replica updates, for matrices that replicas divide.
     divisions: dict[str, Division] = field(repr=False, default_factory=dict)
-    largest: int | None = None  # with a batch: the largest number of sequences that fits ``memory``
-    suggestions: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -67,7 +65,12 @@ class Plan(Measured):
     def total(self) -> int:
         """The bytes that a rank needs at the peak."""
         peak = self.peak_total if self.followed is None else self.followed
-        return peak + self.optimizer_bytes + self.options.workspace
+        return peak + self.optimizer_bytes + self.workspace
+
+    @property
+    def workspace(self) -> int:
+        """The bytes of cuBLAS workspaces, which are part of torch's memory."""
+        return 0 if self.followed is None or self.options.device == "cpu" else WORKSPACE
 
     @property
     def fits(self) -> bool | None:
@@ -89,10 +92,10 @@ class Plan(Measured):
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of a step: those of forward and backward, of the matrix optimizer (on the
         rank that sends most), and of routing."""
-        known = self.calls + self.traffic.known
-        known += self.exchanged if self.matrices else Counter()
+        traffic = self.traffic or Traffic()
+        known = self.calls + traffic.known + (self.exchanged if self.matrices else Counter())
         kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}
-        for counter, even in ((known, False), (self.traffic.even, True)):
+        for counter, even in ((known, False), (traffic.even, True)):
             for call, count in counter.items():
                 key = (call.axis, call.operation, call.size, even)
                 kinds.setdefault(key, []).append((call, count))
@@ -139,19 +142,6 @@ class Plan(Measured):
                 )
         return totals
 
-    @property
-    def staged(self) -> dict[str, tuple[int, int]]:
-        """Weights in fp8 that are gathered as bf16, by reason: (parameters, whole bytes)."""
-        totals: dict[str, tuple[int, int]] = {}
-        for unit in self.units:
-            for group in (group for group in unit.groups if group.staged):
-                parameters, nbytes = totals.get(group.staged, (0, 0))
-                totals[group.staged] = (
-                    parameters + len(unit.names) * len(group.layout.items),
-                    nbytes + len(unit.names) * 2 * group.layout.payload,
-                )
-        return totals
-
     def as_dict(self) -> dict[str, Any]:
         """The figures for the report page of a run, as values for JSON."""
         return {
@@ -166,11 +156,9 @@ class Plan(Measured):
 
     def text(self, *, shard_map: bool = False) -> str:
         """Plain text, aligned, for logs and ``print``."""
-        lines = heading(self) + _bytes(self) + _weights(self) + _collectives(self)
+        lines = verdict(self) + heading(self) + _bytes(self) + _weights(self) + _collectives(self)
         if self.matrices is not None:
             lines += _orthogonalisation(self.matrices)
-        if self.fits is not None:
-            lines += ["", *verdict(self)]
         if shard_map:
             lines += ["", "Shard map (main weights)", map_text(self.units, self.options)]
         return "\n".join(lines)
@@ -202,27 +190,21 @@ def heading(plan: Plan) -> list[str]:
         f"{plan.model}: {count_text(plan.num_parameters)} parameters, {plan.strategy} over "
         f"{plan.mesh}{inside} ({plan.mesh.num_ranks * options.tp:,} ranks){spread}, "
         f"{options.optimizer}, {microbatches}",
-        f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %); "
-        f"by {plan.source}, for {options.device} devices",
+        f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %), for "
+        f"{options.device} devices",
     ]
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether the plan fits, and suggestions; no lines if ``memory`` was not given."""
+    """Whether the plan fits; no lines if ``memory`` was not given."""
     memory = plan.options.memory
     if memory is None:
         return []
-    if plan.fits:
-        left = size_text(memory - plan.total)
-        if plan.largest is None or plan.options.batch is None:
-            return [f"fits {size_text(memory)} per rank; {left} are left for activations"]
-        most = f"microbatches of up to {plan.largest} x {plan.options.batch[1]} tokens fit"
-        return [f"fits {size_text(memory)} per rank, {left} are left; {most}"]
-    over = size_text(plan.total - memory)
-    return [
-        f"does not fit {size_text(memory)} per rank: {over} too much. Suggestions:",
-        *(f"  - {suggestion}" for suggestion in plan.suggestions),
-    ]
+    left = size_text(abs(memory - plan.total))
+    if not plan.fits:
+        return [f"does not fit {size_text(memory)} per rank: {left} too much"]
+    rest = "left" if plan.followed is not None else "left for activations"
+    return [f"fits {size_text(memory)} per rank; {left} are {rest}"]
 
 
 def _bytes(plan: Plan) -> list[str]:
@@ -233,13 +215,11 @@ def _bytes(plan: Plan) -> list[str]:
         (KINDS.get(kind, kind), *(size_text(held.get(kind, 0)) for held in moments))
         for kind in kinds
     ]
-    state, kept = plan.optimizer_bytes, plan.options.workspace
+    state, kept = plan.optimizer_bytes, plan.workspace
     if state:
         rows.append(("optimizer state", *[size_text(state)] * 3))
     if plan.followed is not None:
-        assert plan.options.batch is not None
-        label = "activations of {} x {} tokens".format(*plan.options.batch)
-        rows.append((label, size_text(0), size_text(0), size_text(plan.activations)))
+        rows.append(("activations", size_text(0), size_text(0), size_text(plan.activations)))
     if kept:
         rows.append(("workspaces of cuBLAS", *[size_text(kept)] * 3))
     at_rest, loaded = (sum(held.values()) + state + kept for held in moments[:2])
@@ -264,10 +244,6 @@ def _weights(plan: Plan) -> list[str]:
         for name, (parameters, _, planes) in plan.formats.items()
     ]
     rows += [
-        ("in fp8, gathered as bf16", f"{parameters:,}", size_text(nbytes), "")
-        for parameters, nbytes in plan.staged.values()
-    ]
-    rows += [
         (f"gathered in {phase}", f"{count:,}", size_text(nbytes), size_text(sent))
         for phase, (count, nbytes, sent) in plan.gathered.items()
     ]
@@ -275,12 +251,15 @@ def _weights(plan: Plan) -> list[str]:
         "Compute weights",
         ("", "count", "whole", "sent"),
         rows,
-        "whole: bytes of whole weights; sent: bytes that leave the rank."
-        + "".join(f" Gathered as bf16: {reason}." for reason in plan.staged),
+        "whole: bytes of whole weights; sent: bytes that leave the rank.",
     )
 
 
 def _collectives(plan: Plan) -> list[str]:
+    even = plan.traffic is not None and bool(plan.traffic.even)
+    note = (
+        "buffers: bytes of whole buffers, as comm.record() counts; sent: bytes that leave the rank."
+    )
     rows = [
         (
             f"{calls.operation} over {calls.axis} ({calls.size} ranks)"
@@ -295,8 +274,7 @@ def _collectives(plan: Plan) -> list[str]:
         "Collectives per step and rank",
         ("", "count", "buffers", "sent"),
         rows or [("none", "0", "0 B", "0 B")],
-        "buffers: bytes of whole buffers, as comm.record() counts; sent: bytes that leave the rank."
-        + (" Rows of experts: as if all experts got as many." if plan.traffic.even else ""),
+        note + (" Rows of experts: as if all experts got as many." if even else ""),
     )
 
 
@@ -309,4 +287,4 @@ def _orthogonalisation(work: Orthogonalisation) -> list[str]:
         ("mean", flops_text(work.total / work.num_ranks)),
         ("balance (mean / busiest)", f"{100 * work.balance:.1f} %"),
     ]
-    return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows, work.whole_price)
+    return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows)

@@ -11,7 +11,7 @@ registration, and that every trainable parameter gets a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,20 +23,18 @@ from shardwise.core.comm import Call
 from shardwise.moe import mixtures_of
 from shardwise.planning.planned import Options, Traffic
 from shardwise.planning.units import META, Branch, Own, branch_of, recomputed_modules
+from shardwise.shard.call import tensors_in
 
 
-def own_forward(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
-    """Run the model's own forward."""
-    ran: list[nn.Module] = []
-    hook = model.register_forward_pre_hook(lambda module, args: ran.append(module))
+def own_forward(model: nn.Module, inputs: Sequence[Any]) -> Tensor:
+    """Run the model's own forward; the loss is the sum of the outputs, or the one number."""
     with META:
-        value = loss(model)
-    hook.remove()
-    if not ran:
-        raise ValueError(
-            "dry_run: loss must call the model that it is given, which is a wrapped copy"
-        )
-    return value
+        outputs = tensors_in(model(*inputs))
+        found = [x for x in outputs if x.is_floating_point() and x.requires_grad]
+        if not found:
+            raise ValueError(f"plan: no output of {type(model).__name__} requires a gradient")
+        losses = [x if x.ndim == 0 else x.float().sum() for x in found]
+        return sum(losses[1:], losses[0])
 
 
 def sketch(model: nn.Module) -> Callable[[], Tensor]:

@@ -37,11 +37,6 @@ class Orthogonalisation:
     idlest: int
     balance: float  # 1.0: all ranks compute equally long
     num_whole: int  # matrices that lie whole on one rank
-    whole_price: str = ""  # the cost of storing all matrices whole, if the user can choose that
-
-    @property
-    def cuts_matrices(self) -> bool:
-        return self.num_whole < self.num_matrices
 
 
 def orthogonalisation(groups: Sequence[MatrixGroup], num_ranks: int) -> Orthogonalisation:

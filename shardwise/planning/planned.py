@@ -19,7 +19,6 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import DATA_AXES
 from shardwise.core.placements import STRATEGIES, Placement, Placements, num_shards, shard_range
 from shardwise.optim.functions import ANY as FUNCTIONS
-from shardwise.planning.activations import WORKSPACE
 from shardwise.precision import Precision
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems
 from shardwise.words import bound_problems
@@ -91,8 +90,6 @@ class Options:
     ep: int = 1  # ranks of the inner axis over which experts are spread
     tp: int = 1  # ranks of tensor parallelism, inside the mesh: each has its tile of the model
     bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
-    # (sequences, tokens of each) of a microbatch; None: activations are not planned.
-    batch: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         problems = mesh_problems(self.mesh.names, self.mesh.sizes, self.placements)
@@ -108,8 +105,6 @@ class Options:
         if self.device not in ("cpu", "cuda"):
             problems.append(f"device={self.device!r}: choose 'cuda' or 'cpu'")
         problems += bound_problems(self, 1, "tp", "microbatches", "memory")
-        if self.batch is not None and (len(self.batch) != 2 or min(self.batch) < 1):
-            problems.append(f"batch={self.batch}: give (sequences, tokens of each), 1 or more")
         if self.mesh.sizes[-1] % self.ep:
             problems.append(
                 f"experts are spread over ep={self.ep}, which does not divide the "
@@ -123,11 +118,6 @@ class Options:
         if problems:
             raise ValueError("plan: " + "; ".join(problems))
 
-    @property
-    def workspace(self) -> int:
-        """The bytes of cuBLAS workspaces, which are part of torch's memory."""
-        return 0 if self.batch is None or self.device == "cpu" else WORKSPACE
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedGroup:
@@ -139,7 +129,6 @@ class PlannedGroup:
     planes: tuple[int, ...]  # bytes of the gathered compute weights
     matrices: tuple[bool, ...]  # per item: whether a matrix optimizer updates it
     trainable: bool
-    staged: str = ""  # why weights in fp8 are gathered as bf16, if they are
 
     def state_bytes(self, states: tuple[int, int]) -> NDArray[numpy.int64]:
         """Bytes of optimizer state for each shard; padding has no state.
@@ -207,7 +196,6 @@ class Measured:
     peak_total: int
     phases: dict[Phase, Counter[Call]] = field(repr=False)  # collectives by phase of the step
     exchanged: Counter[Call] = field(repr=False)  # collectives of the matrix optimizer
-    timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, added bytes)
     # With a batch: the largest sum of these bytes and of activations at one moment, and the
     # activations in it.
     followed: int | None = None

@@ -14,14 +14,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import Axis
-from shardwise.core.memory import separate_ledger
 from shardwise.core.mesh import PretendedMesh, Ranks
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -90,63 +89,45 @@ def _replannable(units: Sequence[Unit]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class ToWrap:
-    """A model, and the arguments of its wrapping that the options of a plan do not contain."""
-
-    model: nn.Module
-    modules: list[nn.Module]  # for fully_shard
-    ignored: list[nn.Parameter]
-    grain: GrainChoice | None
-
-    def wrapped(self, options: Options, rank: int) -> nn.Module:
-        """A copy of the model for one rank of the mesh: wrapped, and without values."""
-        copied, copies = _copied(self.model)
-        data, experts = (ranks_at(options, rank, ep) for ep in (1, options.ep))
-        for module in copied.modules():
-            if isinstance(module, GroupedLinear) and module.is_spread:
-                module.axis = experts.others
-        common: dict[str, Any] = {
-            "placements": options.placements,
-            "precision": options.precision,
-            "ignored_params": {copies[id(p)] for p in self.ignored if id(p) in copies},
-            "grain": self.grain,
-        }
-        names: list[str] = []
-        for original in self.modules if options.bucket_mb is None else [self.model]:
-            module = copies[id(original)]
-            found = find_parameters([module], common["ignored_params"])
-            names += [f.name for f in found]
-            spread = {f.name: experts.mesh for f in found if spread_linear(f) is not None}
-            alone = len(spread) == len(found) > 0  # a unit of experts alone
-            common["mesh"] = experts.mesh if alone else data.mesh
-            common["meshes"] = spread if spread and not alone else None
-            if options.bucket_mb is None:
-                fully_shard(
-                    module,
-                    reshard_after_forward=options.reshard_after_forward,
-                    **common,
-                )
-            else:
-                data_parallel(module, bucket_mb=options.bucket_mb, **common)
-        if problems := options.precision.unmatched(names):
-            raise ValueError(
-                f"plan: {'; '.join(problems)} (parameters have their names in the modules of wrap)"
-            )
-        return copied
-
-
-def price_of_whole(source: ToWrap, options: Options) -> str:
-    """The cost of storing every matrix whole, which is why ``data_parallel`` cuts some."""
-    with separate_ledger():
-        wrapped = replace(source, grain="tensor").wrapped(options, 0)
-    layouts = [group.layout for unit in units_of(wrapped) for group in unit.groups]
-    sizes = [layout.payload for layout in layouts]
-    padding = sum(layout.padding for layout in layouts)
-    return (
-        f"grain='tensor' would put {100 * max(sizes) / sum(sizes):.0f} % of the model into one "
-        f"bucket, with {100 * padding / sum(sizes):.1f} % padding"
-    )
+def wrapped_copy(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    options: Options,
+    rank: int,
+    ignored: Sequence[nn.Parameter],
+    grain: GrainChoice | None,
+) -> nn.Module:
+    """A copy of the model for one rank of the mesh: wrapped, and without values. ``modules`` are
+    given to ``fully_shard``."""
+    copied, copies = _copied(model)
+    data, experts = (ranks_at(options, rank, ep) for ep in (1, options.ep))
+    for module in copied.modules():
+        if isinstance(module, GroupedLinear) and module.is_spread:
+            module.axis = experts.others
+    common: dict[str, Any] = {
+        "placements": options.placements,
+        "precision": options.precision,
+        "ignored_params": {copies[id(p)] for p in ignored if id(p) in copies},
+        "grain": grain,
+    }
+    names: list[str] = []
+    for original in modules if options.bucket_mb is None else [model]:
+        module = copies[id(original)]
+        found = find_parameters([module], common["ignored_params"])
+        names += [f.name for f in found]
+        spread = {f.name: experts.mesh for f in found if spread_linear(f) is not None}
+        alone = len(spread) == len(found) > 0  # a unit of experts alone
+        common["mesh"] = experts.mesh if alone else data.mesh
+        common["meshes"] = spread if spread and not alone else None
+        if options.bucket_mb is None:
+            fully_shard(module, reshard_after_forward=options.reshard_after_forward, **common)
+        else:
+            data_parallel(module, bucket_mb=options.bucket_mb, **common)
+    if problems := options.precision.unmatched(names):
+        raise ValueError(
+            f"plan: {'; '.join(problems)} (parameters have their names in the modules of wrap)"
+        )
+    return copied
 
 
 def ranks_at(options: Options, rank: int, ep: int) -> Ranks:

@@ -12,56 +12,23 @@ from typing import Any
 Event = dict[str, Any]
 EVENTS = "events.jsonl"
 
-# Fields that must be objects, by the kind of event.
-_OBJECTS = {
-    "run": ("config", "defaults", "corpus", "model", "weights", "versions", "mesh"),
-    "plan": ("plan",),
-}
-
 
 def read_events(path: Path) -> list[Event]:
-    """Every sound event of an events file."""
-    return read(path)[0]
-
-
-def read(path: Path) -> tuple[list[Event], list[str]]:
-    """The sound events, and a note about damaged lines."""
-    events, damaged = [], []
-    if not path.exists():
+    """The events of a file, without lines that are damaged, as the last line of a killed run."""
+    if not path.is_file():
         raise ValueError(
             f"{path.parent} holds no {path.name}: name the directory of a run, which is printed "
             f"when the run begins"
         )
-    if not path.is_file():  # reading a pipe would block
-        raise ValueError(f"{path} is no regular file: move it away")
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for at, line in enumerate(lines, start=1):
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             event = json.loads(line)
-            sound = _is_sound(event)
         except (ValueError, RecursionError):
-            sound = False
-        if sound:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
             events.append(event)
-        elif line.strip():
-            damaged.append(at)
-    # The last line may be incomplete because the run was killed while it wrote.
-    if not damaged or damaged == [len(lines)]:
-        return events, []
-    shown = ", ".join(map(str, damaged[:10])) + (", ..." if damaged[10:] else "")
-    return events, [f"damaged events are left out (lines {shown})"]
-
-
-def _is_sound(event: Any) -> bool:
-    """Whether the fields of an event have the types that every reader expects."""
-    kind = event.get("kind") if isinstance(event, dict) else None
-    if not isinstance(kind, str):
-        return False
-    if kind in ("step", "eval", "save", "resume", "skip", "experts") and "step" in event:
-        step = event["step"]
-        return type(step) in (int, float) and number(step) is not None
-    objects = (event.get(name) for name in _OBJECTS.get(kind, ()))
-    return all(value is None or isinstance(value, dict) for value in objects)
+    return events
 
 
 def number(value: Any) -> float | None:

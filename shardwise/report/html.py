@@ -2,33 +2,28 @@
 """``report.html``: one page about a run, or about several runs, from ``events.jsonl`` alone.
 
 The page holds plotly.js itself, so that one file can be mailed and works offline; by its policy the
-browser fetches nothing. The page leaves out everything that the events file does not contain,
-and, with a note, everything damaged.
+browser fetches nothing. The page leaves out everything that the events file does not contain.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from html import escape
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwise.report import charts
 from shardwise.report.charts import Chart
-from shardwise.report.events import EVENTS, Event, events_of, last, number, read, read_events
+from shardwise.report.events import EVENTS, Event, events_of, last, number, read_events
 from shardwise.words import count_text, flattened, seconds_text, size_text
 
 __all__ = ["compare_runs", "read_events", "write_report"]
-logger = logging.getLogger(__name__)
-
-Made = TypeVar("Made")
+Part = str | Sequence[Chart | None]  # of a page: a text, or charts
 _HAPPENINGS = ("resume", "save", "skip", "note", "warning", "error", "stop", "end")
 SHOWN = 40  # rows of _HAPPENINGS
 
@@ -36,100 +31,77 @@ SHOWN = 40  # rows of _HAPPENINGS
 def write_report(run_directory: str | Path) -> Path:
     """Write ``report.html`` into a run's directory, and return its path."""
     folder = Path(run_directory)
-    events, notes = read(folder / EVENTS)
+    events = read_events(folder / EVENTS)
     if not events:
         raise ValueError(f"{folder / EVENTS} holds no events yet: wait for the first step")
-    page = report_html(events, folder.resolve().name, notes)
-    for note in notes:
-        logger.warning("%s: %s", folder / EVENTS, note)
-    return _write(folder / "report.html", page)
+    return _write(folder / "report.html", report_html(events, folder.resolve().name))
 
 
-def report_html(events: Sequence[Event], name: str, notes: list[str] | None = None) -> str:
-    """The page of a run with this name. Notes about damaged parts are on the page, and are added to
-    ``notes``."""
-    page, run = Page(notes), last(events, "run")
-    profile, plan = last(events, "profile"), last(events, "plan").get("plan") or {}
-    text, runs = str(plan.get("text", "")), {name: events}
-    steps = events_of(events, "step")
-    page.add("the heading", lambda: _heading(name, run, text, events))
-    page.add("the figures", lambda: _tiles(events, profile, plan))
-    page.draw("the loss", lambda: [charts.loss_chart(runs)])
-    page.draw("the charts", lambda: [*charts.run_charts(runs), charts.experts_chart(events)])
-    page.draw("the memory", lambda: [charts.memory_bars(plan, profile, steps)])
-    page.draw("the recorded step", lambda: [charts.lanes_chart(profile)])
-    page.draw("its memory", lambda: [charts.memory_chart(profile)])
-    page.add("the sample", lambda: _text("A sample", last(events, "sample").get("text"), True))
-    page.add("the settings", lambda: _settings(run))
-    page.add("what happened", lambda: _happenings(events))
-    page.add("the plan", lambda: _text("The plan of a step", text))
+def report_html(events: Sequence[Event], name: str) -> str:
+    """The page of a run with this name."""
+    run, profile, plan = last(events, "run"), last(events, "profile"), last(events, "plan")
+    planned: Mapping[str, Any] = plan.get("plan") or {}
+    text, runs, steps = str(planned.get("text", "")), {name: events}, events_of(events, "step")
     stored = run.get("weights") or {}
-    tables = {f"Weights in {stored.get('format')}": stored, "Corpus": run.get("corpus") or {}}
-    tables["Versions"] = run.get("versions") or {}
-    for title, values in tables.items():
-        page.add(title, partial(_table, title, values=values, fold=True))
-    return page.html(name)
+    tables = {f"Weights in {stored.get('format')}": stored}
+    tables |= {"Corpus": run.get("corpus") or {}, "Versions": run.get("versions") or {}}
+    parts: list[Part] = [
+        _heading(name, run, text, events),
+        _tiles(events, profile, planned),
+        [charts.loss_chart(runs)],
+        [*charts.run_charts(runs), charts.experts_chart(events)],
+        [charts.memory_bars(planned, profile, steps)],
+        [charts.lanes_chart(profile)],
+        [charts.memory_chart(profile)],
+        _text("A sample", last(events, "sample").get("text"), True),
+        _settings(run),
+        _happenings(events),
+        _text("The plan of a step", text),
+        *(_table(title, values, fold=True) for title, values in tables.items()),
+    ]
+    return _page(name, parts)
 
 
 def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Write one page about several runs, and return its path."""
     runs: dict[str, list[Event]] = {}
-    page = Page()
     for folder in map(Path, folders):
         name = folder.resolve().name
         name = name if name not in runs else str(folder)
         if name in runs:
             raise ValueError(f"{folder} is named twice: name each run once")
-        runs[name], notes = read(folder / EVENTS)
-        page.notes += [f"{name}: {note}" for note in notes]
+        runs[name] = read_events(folder / EVENTS)
     about = f"{len(runs)} runs on the same axes"
-    page.add("the heading", lambda: f"<header><h1>Comparison</h1><p>{about}</p></header>")
     ends = [figures_of(events) for events in runs.values()]
-    page.add("the figures", lambda: _grid("Where they ended", runs, _rows(ends)))
-    page.draw("the losses", lambda: [charts.loss_chart(runs)])
-    page.draw("the charts", lambda: charts.run_charts(runs))
-    page.add("the differences", lambda: _differences(runs))
-    return _write(Path(out), page.html("Comparison"))
+    parts: list[Part] = [
+        f"<header><h1>Comparison</h1><p>{about}</p></header>",
+        _grid("Where they ended", runs, _rows(ends)),
+        [charts.loss_chart(runs)],
+        list(charts.run_charts(runs)),
+        _differences(runs),
+    ]
+    return _write(Path(out), _page("Comparison", parts))
 
 
-class Page:
-    """Parts of a page, in order. A part that cannot be drawn from the events becomes a note."""
-
-    def __init__(self, notes: list[str] | None = None) -> None:
-        self.notes = [] if notes is None else notes
-        self.parts: list[str] = []
-        self.figures: list[str] = []
-
-    def add(self, what: str, make: Callable[[], str]) -> None:
-        self.parts.append(self._made(what, make) or "")
-
-    def draw(self, what: str, make: Callable[[], Iterable[Chart | None]]) -> None:
-        """Add charts; those that are not wide stand beside each other."""
-        drawn = self._made(what, lambda: [(_figure(c), c.json()) for c in make() if c]) or []
-        self.figures += [figure for _, figure in drawn]
-        frames = "".join(frame for frame, _ in drawn)
-        self.parts.append(f'<div class="charts">{frames}</div>' if frames else "")
-
-    def _made(self, what: str, make: Callable[[], Made]) -> Made | None:
-        try:
-            return make()
-        except Exception as error:  # an events file may contain anything
-            reason = f"its event is damaged ({type(error).__name__}: {error})"
-            self.notes.append(f"{what} is left out: {reason}")
-            return None
-
-    def html(self, title: str) -> str:
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{_file('page.css')}</style></head><body><main>"
-            '<button id="theme" type="button">light / dark</button>'
-            f"{''.join(self.parts)}{notes}</main>"
-            f'<script id="figures" type="application/json">[{",".join(self.figures)}]</script>'
-            f"<script>{_plotly()}</script><script>{_file('page.js')}</script></body></html>\n"
-        )
+def _page(title: str, parts: Iterable[Part]) -> str:
+    """A page of texts and of lists of charts; charts that are not wide stand beside each other."""
+    texts, figures = [], []
+    for part in parts:
+        if not isinstance(part, str):
+            drawn = [chart for chart in part if chart is not None]
+            figures += [chart.json() for chart in drawn]
+            part = f'<div class="charts">{"".join(map(_figure, drawn))}</div>' if drawn else ""
+        texts.append(part)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_file('page.css')}</style></head><body><main>"
+        '<button id="theme" type="button">light / dark</button>'
+        f"{''.join(texts)}</main>"
+        f'<script id="figures" type="application/json">[{",".join(figures)}]</script>'
+        f"<script>{_plotly()}</script><script>{_file('page.js')}</script></body></html>\n"
+    )
 
 
 # The browser may run what the page holds, and may fetch nothing.

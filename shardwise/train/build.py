@@ -6,7 +6,6 @@ The sharding is a few lines of :func:`build_model`. The model itself contains no
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -27,14 +26,13 @@ from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.optimizers import optimizer
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.precision import Precision
 from shardwise.precision.policy import sides_in
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrap import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.data import Batches, Corpus, HeldOut, Sampler, load_corpus
-from shardwise.train.fit import fit, make_model, placements_of
+from shardwise.train.fit import fit, make_model, placements_of, precision_of, with_vocabulary
 from shardwise.train.launch import World
 
 logger = logging.getLogger(__name__)
@@ -78,7 +76,7 @@ def build(config: TrainConfig, world: World, fitted: dict[str, Any] | None = Non
     world.together(check)
     corpus = read_corpus(config, world)
     config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
-    config, fitted, decision = fit(config, precision_of(config, world), world, fitted)
+    config, fitted, decision = fit(config, world, fitted)
     options: dict[str, int] = {
         "context": config.model.context,
         "rank": world.rank,
@@ -109,19 +107,6 @@ def build(config: TrainConfig, world: World, fitted: dict[str, Any] | None = Non
         batches=Batches(sampler, world.device),
         held_out=held_out,
     )
-
-
-def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
-    """The configuration with the vocabulary of the data; pretrained weights keep their own."""
-    if config.init_from is not None:
-        if config.model.vocab_size < size:
-            raise ValueError(
-                f"the data have {size} different tokens, and the embedding of "
-                f"{config.init_from!r} has {config.model.vocab_size}: use the tokenizer of that "
-                f"model (--tokenizer {config.init_from})"
-            )
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
@@ -212,27 +197,6 @@ def check_compiler(config: TrainConfig, world: World) -> None:
     if problem is not None:
         more = ", or train with --compile off" if device == "cpu" or not has_triton() else ""
         raise ValueError(f"{problem}{more}; compile={config.compile!r} needs it")
-
-
-def precision_of(config: TrainConfig, world: World) -> Precision:
-    weights = weights_on(world.device, config)
-    return named_precision(weights, experts=config.model.num_experts > 0)
-
-
-def weights_on(device: torch.device, config: TrainConfig) -> str:
-    """The format of the compute weights on a device of this type."""
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if device.type == "cuda" else "fp32"
-
-
-def named_precision(weights: str, *, experts: bool) -> Precision:
-    """The precision of this name; gradients are reduced and main weights are stored in fp32."""
-    precision = Precision(weights=weights, reduce="fp32")
-    if precision.format is None or not experts:
-        return precision
-    # A router in fp8 would send tokens to other experts, because of the rounding.
-    return dataclasses.replace(precision, exclude=("*router*",))
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:

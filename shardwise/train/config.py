@@ -143,61 +143,41 @@ class TrainConfig:
             object.__setattr__(self, "model", model)
 
     def _problems(self) -> list[str]:
-        problems = []
-        if self.microbatches != "auto" and self.num_microbatches < 1:
-            problems.append(f"microbatches={self.microbatches!r} must be 1 or more, or 'auto'")
         ones = ("steps", "batch", "eval_windows", "save_every", "keep", "ep", "replicas")
-        problems += bound_problems(self, 1, *ones, whole=True)
         counts = ("warmup", "eval_every", "keep_every", "seed", "sample", "profile_step")
-        problems += bound_problems(self, 0, *counts, "max_skipped", whole=True)
-        if self.seed >= 1 << 43:  # generators take 64 bits, and each rank has another seed
-            problems.append(f"seed={self.seed!r} must be less than 2**43")
-        if 1e9 < self.timeout < math.inf:
-            problems.append(f"timeout={self.timeout!r}: at most 1e9 seconds")
-        problems += bound_problems(
-            self, 0, "lr", "matrix_lr", "clip", "timeout", "hours", above=True
-        )
-        problems += bound_problems(self, 0, "weight_decay")
-        for name, what in (("decay", "steps"), ("final", "learning rates")):
-            if not 0 <= getattr(self, name) <= 1:
-                problems.append(
-                    f"{name}={getattr(self, name)!r} is a fraction of the {what}: 0 to 1"
-                )
-        problems += choice_problems(self)
-        if not problems and self.model.num_experts % self.ep:
-            problems.append(
-                f"ep={self.ep} does not divide the {self.model.num_experts} experts of the model, "
-                f"and every rank holds the same number: choose a divisor"
-            )
-        elif not problems and self.ep > 1 and not self.model.num_experts:
-            problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
-        if self.module is not None:
-            of_the_gpt = {"ep": 1, "recompute": None, "init_from": None}
-            problems += [
-                f"{name}={getattr(self, name)!r} is the GPT's: leave it out with "
-                f"model={self.module!r}"
-                for name, idle in of_the_gpt.items()
-                if getattr(self, name) != idle
-            ]
-            if self.documents == "apart" or self.compile == "on":
-                problems.append(
-                    f"documents={self.documents!r}, compile={self.compile!r}: with model="
-                    f"{self.module!r} your own function decides: leave both out"
-                )
-        return problems
+        positive = ("lr", "matrix_lr", "clip", "timeout", "hours")
+        problems = [
+            *bound_problems(self, 1, *ones, whole=True),
+            *bound_problems(self, 0, *counts, "max_skipped", whole=True),
+            *bound_problems(self, 0, *positive, above=True),
+            *bound_problems(self, 0, "weight_decay", "decay", "final"),
+            *choice_problems(self),
+        ]
+        module, experts = self.module is not None, self.model.num_experts
+        of_the_gpt = self.ep > 1 or self.recompute or self.init_from or self.compile == "on"
+        wrong = {
+            f"microbatches={self.microbatches!r} must be 1 or more": self.num_microbatches < 1,
+            f"seed={self.seed!r} must be less than 2**43": self.seed >= 1 << 43,  # 64 bits in all
+            f"timeout={self.timeout!r}: at most 1e9 seconds": 1e9 < self.timeout < math.inf,
+            f"decay={self.decay!r} is a fraction of the steps: 0 to 1": self.decay > 1,
+            f"final={self.final!r} is a fraction of learning rates: 0 to 1": self.final > 1,
+            "data='' names nothing (a shell variable that is not set?)": not self.data,
+            f"ep={self.ep} spreads experts, and the model has {experts}: choose a divisor": (
+                self.ep > 1 and not module and bool(not experts or experts % self.ep)
+            ),
+            f"ep, recompute, init_from, documents='apart' and compile='on' are the GPT's: leave "
+            f"them out with model={self.module!r}": module
+            and bool(of_the_gpt or self.documents == "apart"),
+        }
+        return problems + [text for text, is_wrong in wrong.items() if is_wrong]
 
-    def check_resume(self, saved: TrainConfig, step: int) -> None:
-        """Raise if this configuration cannot resume a run with the configuration ``saved`` after
-        ``step``."""
+    def check_resume(self, saved: TrainConfig) -> None:
+        """Raise if this configuration cannot resume a run with the configuration ``saved``."""
         different = [
             f"{name}={getattr(self, name)!r} (saved: {getattr(saved, name)!r}; {reason})"
             for name, reason in FIXED.items()
             if getattr(self, name) != getattr(saved, name)
         ]
-        before = dataclasses.replace(self, warmup=saved.warmup)
-        if self != before and self.factor(step) == before.factor(step):
-            reason = f"saved: {saved.warmup}; the warmup ended before step {step}"
-            different.append(f"warmup={self.warmup} ({reason})")
         if different:
             raise ValueError(
                 f"a resumed run cannot change to {', '.join(different)}: keep the saved value, or "

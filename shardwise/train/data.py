@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,21 +118,16 @@ def sources_of(spec: str) -> dict[str, float | None]:
     """The sources in ``spec``, each with its weight; ``None`` without weights."""
     if Path(spec).expanduser().exists():
         return {spec: None}
-    sources: dict[str, float | None] = {}
-    for word in spec.split(","):
-        name, colon, last = word.strip().rpartition(":")
-        try:
-            weight = float(last) if colon and not Path(word).expanduser().exists() else None
-        except ValueError:
-            weight = None
-        sources[word.strip() if weight is None else name] = weight
-    weights = list(sources.values())
-    given = [weight for weight in weights if weight is not None]
-    if "" in sources or len(sources) < spec.count(",") + 1:
-        raise DataError(f"{spec!r} names a source twice, or an empty source: give each once")
-    if given and (len(given) < len(weights) or not all(0 < w < math.inf for w in given)):
+    words = [word.strip() for word in spec.split(",")]
+    found = [re.fullmatch(r"(.+):([0-9.e+-]+)", word) for word in words]
+    sources: dict[str, float | None] = dict.fromkeys(words)
+    if all(found):
+        sources = {match[1]: float(match[2]) for match in found if match}
+    weights = [weight for weight in sources.values() if weight is not None]
+    if len(sources) < len(words) or not all(sources) or not all(0 < w < math.inf for w in weights):
         raise DataError(
-            f"{spec!r}: give every source a positive weight, as in a:0.7,b:0.3, or none"
+            f"{spec!r}: name each source once, with a positive weight for each, as in a:0.7,b:0.3, "
+            f"or with none"
         )
     return sources
 
@@ -158,49 +155,41 @@ def load_corpus(spec: str, *, tokenizer: str = "bytes", eval_data: str | None = 
     sources = sources_of(spec)
     folders = [folder_of(source, tokenizer) for source in sources]
     opened = [open_tokens(folder) for folder in folders]
-    infos = [info for _, info in opened]
+    infos, first = [info for _, info in opened], opened[0][1]
+    given = [*sources.values()]
+    sizes = [w or float(info.held_out_begins) for w, info in zip(given, infos, strict=True)]
+    weights = [size / (sum(sizes) or 1.0) for size in sizes]
     if eval_data is not None:
         scored, info = open_tokens(folder_of(eval_data, tokenizer))
         infos.append(info)
-    for name, info in zip([*sources, eval_data], infos, strict=False):
-        if (info.vocab_size, info.tokenizer) != (infos[0].vocab_size, infos[0].tokenizer):
-            raise DataError(
-                f"{name!r} has another tokenizer (vocabulary {info.vocab_size}) than "
-                f"{next(iter(sources))!r} (vocabulary {infos[0].vocab_size}): make both with one"
-            )
-    infos, first = infos[: len(opened)], infos[0]
-    sizes = [info.held_out_begins for info in infos]
-    weights = [
-        float(size) if w is None else w for w, size in zip(sources.values(), sizes, strict=True)
-    ]
-    weights = [weight / sum(weights) for weight in weights] if sum(weights) else weights
-    parts = [
-        Part(tokens[:size], w) for (tokens, _), size, w in zip(opened, sizes, weights, strict=True)
-    ]
-    if eval_data is None:
-        held = [tokens[size:] for (tokens, _), size in zip(opened, sizes, strict=True)]
-        scored = held[0]
-        if len(held) > 1:  # in the proportions of the weights: the loss is that of the mixture
-            most = min(len(tokens) / w for tokens, w in zip(held, weights, strict=True))
-            scored = np.concatenate(
-                [tokens[: max(2, int(w * most))] for tokens, w in zip(held, weights, strict=True)]
-            )
-    rates = [
-        w * info.train_bytes / max(1, size)
-        for w, info, size in zip(weights, infos, sizes, strict=True)
-        if info.train_bytes is not None
-    ]
+    else:  # in the proportions of the weights: the loss is that of the mixture
+        held = [tokens[info.held_out_begins :] for tokens, info in opened]
+        most = min(len(tokens) / (w or 1.0) for tokens, w in zip(held, weights, strict=True))
+        if len(held) > 1:
+            pairs = zip(held, weights, strict=True)
+            held = [tokens[: max(2, int(w * most))] for tokens, w in pairs]
+        scored = held[0] if len(held) == 1 else np.concatenate(held)
+    if len({(info.vocab_size, info.tokenizer) for info in infos}) > 1:
+        raise DataError(
+            f"{spec!r} (eval_data={eval_data!r}): vocabularies of "
+            f"{', '.join(str(info.vocab_size) for info in infos)}: make all with one tokenizer"
+        )
+    infos = infos[: len(opened)]
+    rates = [(info.train_bytes or 0) / max(1, info.held_out_begins) for info in infos]
+    known = all(info.train_bytes is not None for info in infos)
     words = [f"{info.sha256}:{w}" for info, w in zip(infos, weights, strict=True)]
+    mixed = hashlib.sha256("\n".join(words).encode()).hexdigest()
     return Corpus(
         name=spec,
-        parts=tuple(parts),
+        parts=tuple(
+            Part(tokens[: info.held_out_begins], weight)
+            for (tokens, info), weight in zip(opened, weights, strict=True)
+        ),
         held_out=scored,
         info=first,
-        sha256=first.sha256
-        if len(words) == 1
-        else hashlib.sha256("\n".join(words).encode()).hexdigest(),
+        sha256=first.sha256 if len(words) == 1 else mixed,
         folder=_tokenizer_folder(folders[0], first),
-        train_rate=sum(rates) if len(rates) == len(infos) else None,
+        train_rate=sum(map(operator.mul, weights, rates)) if known else None,
     )
 
 
@@ -323,31 +312,18 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank, as values for JSON."""
-        return {
-            "version": _STATE_VERSION,
-            "position": self.position,
-            "seed": self.seed,
-            "context": self.context,
-            "num_windows": self.num_windows,
-            "fingerprint": self.fingerprint,
-        }
+        names = ("position", "seed", "context", "num_windows", "fingerprint")
+        return {"version": _STATE_VERSION, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``, with its seed."""
-        problems = []
-        if state.get("version") != _STATE_VERSION:
-            problems.append(f"version {state.get('version')!r}, now {_STATE_VERSION}")
-        for key in ("context", "num_windows", "fingerprint"):
-            if state.get(key) != getattr(self, key):
-                problems.append(f"{key} {state.get(key)!r}, now {getattr(self, key)!r}")
-        for key in ("position", "seed"):
-            value = state.get(key)
-            if not isinstance(value, int) or value < 0:
-                problems.append(f"{key} {value!r}, which must be a number of 0 or more")
-        if problems:
+        own = self.state_dict() | {key: state.get(key) for key in ("position", "seed")}
+        different = [key for key, value in own.items() if state.get(key) != value]
+        numbers = [state.get(key) for key in ("position", "seed")]
+        if different or not all(type(number) is int and number >= 0 for number in numbers):
             raise DataError(
-                f"the saved position is of other data ({'; '.join(problems)}): resume with the "
-                f"data and the context of the saved run, or start a new run"
+                f"the saved position {state} is of other data than {own}: resume with the data and "
+                f"the context of the saved run, or start a new run"
             )
         self.position, self.seed = state["position"], state["seed"]
 

@@ -5,9 +5,8 @@
 
 Compiled blocks recompute norms and gated products: gpt_1b takes 16 % less memory for at most 1.6 %
 more time on an H200. Whole blocks are recomputed only if a microbatch would otherwise have fewer
-than ``ENOUGH`` tokens, which keep a GPU busy. The plan is of an uncompiled model, which takes more
-memory than a compiled one. All ranks plan with the memory of the rank that has least, so they all
-decide the same.
+than ``ENOUGH`` tokens, which keep a GPU busy. All ranks plan with the memory of the rank that has
+least, so they all decide the same.
 
 Other microbatches sum in another order. So a resumed run takes what was decided before, if ranks,
 device, its memory, and the settings that the plan depends on are the same.
@@ -19,6 +18,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,23 +27,24 @@ from torch import Tensor, nn
 from shardwise.core import comm
 from shardwise.core.placements import REPLICATE, Placements
 from shardwise.models.gpt import GPT
+from shardwise.models.hugging_face import config_from_hf
 from shardwise.moe import mixtures_of
+from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
 from shardwise.precision import Precision
 from shardwise.train.config import TrainConfig
+from shardwise.train.hub import begin_from, json_object
 from shardwise.train.launch import World
 from shardwise.train.recipes import named_function
-from shardwise.words import size_text
+from shardwise.train.tokenise import vocabulary_of
+from shardwise.words import parse_size, size_text
 
 ENOUGH = 8192  # tokens of a microbatch
 HEADROOM = 0.93  # of the free memory at the start: the rest is for fragments and libraries
 
 
 def fit(
-    config: TrainConfig,
-    precision: Precision,
-    world: World,
-    saved: Mapping[str, Any] | None = None,
+    config: TrainConfig, world: World, saved: Mapping[str, Any] | None = None
 ) -> tuple[TrainConfig, dict[str, Any] | None, str | None]:
     """The configuration without "auto", a record of the decision, and a line about it (collective).
 
@@ -51,36 +52,32 @@ def fit(
     """
     if "auto" not in (config.microbatches, config.model.recompute):
         return config, None, None
-    settings = _settings(config, world)
-    if saved is not None and saved.get("settings") == settings:
-        count, recompute = int(saved["microbatches"]), str(saved["recompute"])
-        result = decided(config, microbatches=count, recompute=recompute)
-        return result, dict(saved), f"{_described(result, world)}: as before"
     memory = free_memory(world)
     if memory is None or config.module is not None:
-        result = decided(config, microbatches=config.num_microbatches, recompute="none")
         text = f"activations are not planned with model={config.module!r}: set --microbatches"
-        return result, None, None if memory is None else text
-    result = _sized(config, precision, world, memory)
-    recompute = result.model.recompute
-    record = {"microbatches": result.num_microbatches, "recompute": recompute}
-    text = f"{_described(result, world)}: fits {size_text(memory)}"
-    return result, {**record, "settings": settings}, text
+        said = None if memory is None else text
+        return decided(config, config.num_microbatches, "none"), None, said
+    settings = _settings(config, world)
+    if saved is not None and saved.get("settings") == settings:
+        config = decided(config, int(saved["microbatches"]), str(saved["recompute"]))
+        return config, dict(saved), f"{described(config, world)}: as before"
+    config = sized(config, world, memory)
+    record = {"microbatches": config.num_microbatches, "recompute": config.model.recompute}
+    text = f"{described(config, world)}: fits {size_text(memory)}"
+    return config, {**record, "settings": settings}, text
 
 
 def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
     """What the decision depends on, as values for JSON."""
     names = ("batch", "microbatches", "strategy", "replicas", "ep", "optimizer", "precision")
-    device, memory = world.device.type, 0
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        device, memory = properties.name, properties.total_memory
+    properties = torch.cuda.get_device_properties(world.device)
     settings = {name: getattr(config, name) for name in (*names, "compile")}
     settings["model"] = {n: v for n, v in dataclasses.asdict(config.model).items() if v is not None}
-    return {"ranks": world.size, "device": device, "memory": memory, **settings}
+    device = {"device": properties.name, "memory": properties.total_memory}
+    return {"ranks": world.size, **device, **settings}
 
 
-def _described(config: TrainConfig, world: World) -> str:
+def described(config: TrainConfig, world: World) -> str:
     recomputed = {
         "none": "nothing is recomputed",
         "pointwise": "norms and gated products are recomputed in backward",
@@ -92,70 +89,60 @@ def _described(config: TrainConfig, world: World) -> str:
     )
 
 
-def _sized(config: TrainConfig, precision: Precision, world: World, memory: int) -> TrainConfig:
+def sized(config: TrainConfig, world: World, memory: int) -> TrainConfig:
     """The fewest microbatches, and the least recomputation with which a microbatch is large."""
     recompute = config.model.recompute
     least = "pointwise" if config.compiles(world.device.type) else "none"
-    choices = (least, "block") if recompute == "auto" else (recompute,)
     each = config.share(world.size) * config.num_microbatches  # sequences of a step on a rank
-    fitting: dict[str, int] = {}  # recompute: the most sequences of a microbatch; 0: none fits
-    for choice in choices:
-        counts = [config.num_microbatches] if config.microbatches != "auto" else divisors(each)
+    counts = [config.num_microbatches] if config.microbatches != "auto" else divisors(each)
+    best = decided(config, counts[-1], recompute)
+    fitting = 0  # the most sequences of a microbatch
+    for choice in (least, "block") if recompute == "auto" else (recompute,):
 
-        # Find the smallest count that fits, with few plans. Memory falls with the count, so this is
-        # a bisection; the next guess assumes that memory is inversely proportional to the count.
-        first, last, guess = 0, len(counts), 0
-        while first < last:
-            count = counts[guess]
-            held = bytes_held(config, choice, precision, world, each // count, count)
-            first, last = (first, guess) if held <= memory else (guess + 1, last)
-            guess = bisect_left(counts, count * held / memory, first, max(first, last - 1))
-        fitting[choice] = each // counts[first] if first < len(counts) else 0
-        if fitting[choice] * config.model.context >= ENOUGH or fitting[choice] == each:
+        def fits(count: int, choice: str = choice) -> bool:  # the memory falls with the count
+            return bytes_held(decided(config, count, choice), world) <= memory
+
+        at = bisect_left(counts, True, key=fits)
+        if at < len(counts) and each // counts[at] > fitting:
+            fitting, best = each // counts[at], decided(config, counts[at], choice)
+        if fitting * config.model.context >= ENOUGH or fitting == each:
             break
-    best = max(fitting, key=lambda choice: fitting[choice])
-    if not fitting[best]:
-        smallest = each // config.num_microbatches if config.microbatches != "auto" else 1
+    if not fitting:
         raise ValueError(
-            f"a microbatch of {smallest} x {config.model.context} tokens does not fit the "
-            f"{size_text(memory)} of a rank, with blocks recomputed "
-            f"{'too' if 'block' in fitting else 'or not'}: use more ranks, a strategy that shards "
-            f"more, a shorter context or a smaller model ('shardwise plan' shows what each takes)"
+            f"a microbatch of {each // counts[-1]} x {config.model.context} tokens does not fit "
+            f"the {size_text(memory)} of a rank (recompute={recompute!r}): use more ranks, a "
+            f"strategy that shards more, a shorter context or a smaller model ('shardwise plan' "
+            f"shows what each takes)"
         )
-    return decided(config, microbatches=each // fitting[best], recompute=best)
+    return best
 
 
-def more_microbatches(config: TrainConfig, ranks: int) -> int | None:
-    """The next number of microbatches that is at least twice the current one; None if there is
-    none."""
-    count = config.num_microbatches
-    return next((n for n in divisors(config.share(ranks) * count) if n >= 2 * count), None)
-
-
-def too_large(
-    config: TrainConfig, ranks: int, step: int, error: torch.OutOfMemoryError
-) -> torch.OutOfMemoryError:
-    """The error of a run that ends because of memory, with the flags to resume with."""
-    count, flags = more_microbatches(config, ranks), []
-    if count is not None:
-        flags.append(f"--microbatches {count}")
-    if config.module is None and config.model.recompute != "block":
-        flags.append("--recompute block")
-    fix = "use a larger device, or more ranks"
-    if flags:
-        fix = f"resume with {', or with '.join(flags)}"
-    return torch.OutOfMemoryError(
-        f"step {step} does not fit this device with microbatches of {config.share(ranks)} x "
-        f"{config.model.context} tokens: {fix}. {error}"
-    )
-
-
-def decided(config: TrainConfig, *, microbatches: int, recompute: str) -> TrainConfig:
+def decided(config: TrainConfig, microbatches: int, recompute: str) -> TrainConfig:
     """The configuration with these values in the place of "auto"."""
     values: dict[str, Any] = {"microbatches": microbatches}
     if config.model.recompute == "auto":
         values["recompute"] = recompute
+        if config.module is not None:  # its own function decides
+            model = dataclasses.replace(config.model, recompute="none")
+            values = {"microbatches": microbatches, "model": model}
     return dataclasses.replace(config, **values)
+
+
+def free_memory(world: World) -> int | None:
+    """The bytes that every rank can use; None on a CPU (collective)."""
+    if world.device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(world.device)
+    free = int(min(comm.agree(free, world.axis)))
+    # The last rank of a GPU to look has seen what the contexts of all its ranks take.
+    return math.floor(free * HEADROOM) // world.ranks_per_gpu
+
+
+def divisors(count: int) -> list[int]:
+    return [number for number in range(1, count + 1) if count % number == 0]
+
+
+# ------------------------------------------------------------------------------ the model
 
 
 def make_model(config: TrainConfig) -> nn.Module:
@@ -165,7 +152,7 @@ def make_model(config: TrainConfig) -> nn.Module:
         return GPT(config.model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = named_function(config.module, "model", "config")(config)
+        model = named_function(config.module, "config")(config)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"--model {config.module}: it returned a {type(model).__name__}, and must return a "
@@ -181,6 +168,35 @@ def flops_per_token(config: TrainConfig, parameters: Iterable[Tensor] = ()) -> f
     return 6.0 * sum(parameter.numel() for parameter in parameters)
 
 
+def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
+    """The configuration with the vocabulary of the data; pretrained weights keep their own."""
+    if config.init_from is not None:
+        if config.model.vocab_size < size:
+            raise ValueError(
+                f"the data have {size} different tokens, and the embedding of "
+                f"{config.init_from!r} has {config.model.vocab_size}: use the tokenizer of that "
+                f"model (--tokenizer {config.init_from})"
+            )
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def precision_of(config: TrainConfig, world: World) -> Precision:
+    weights = config.precision
+    if weights == "auto":
+        weights = "bf16" if world.device.type == "cuda" else "fp32"
+    return named_precision(weights, experts=config.model.num_experts > 0)
+
+
+def named_precision(weights: str, *, experts: bool) -> Precision:
+    """The precision of this name; gradients are reduced and main weights are stored in fp32."""
+    precision = Precision(weights=weights, reduce="fp32")
+    if precision.format is None or not experts:
+        return precision
+    # A router in fp8 would send tokens to other experts, because of the rounding.
+    return dataclasses.replace(precision, exclude=("*router*",))
+
+
 def placements_of(config: TrainConfig, world: World) -> Placements:
     """The placements of a run. The only rank of a GPU gathers nothing: it keeps its compute weights
     between their uses, as with ``zero2``, which saves a cast at each use."""
@@ -190,60 +206,71 @@ def placements_of(config: TrainConfig, world: World) -> Placements:
     return dataclasses.replace(chosen, compute=(REPLICATE,) * chosen.num_axes)
 
 
-def bytes_held(
-    config: TrainConfig,
-    recompute: str,
-    precision: Precision,
-    world: World,
-    sequences: int,
-    microbatches: int,
-) -> int:
-    """The planned peak memory of a step, with microbatches of this number of sequences."""
-    model = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
-    if config.ep > 1:  # a rank computes as many rows as a model with only the rank's experts
-        own = model.num_experts // config.ep
-        model = dataclasses.replace(
-            model, num_experts=own, experts_per_token=min(own, model.experts_per_token)
-        )
-    alone = dataclasses.replace(config, model=model, recompute=None, ep=1)
-    bare, mesh, options = plan_inputs(alone, precision, world)
+# ------------------------------------------------------------------------------ plans
+
+
+def planned(
+    name: str, config: TrainConfig, ranks: int, memory: str | None
+) -> tuple[Plan, list[str]]:
+    """The plan of a run on GPUs, and lines about it: for a recipe with its flags, or for the
+    Hugging Face config.json ``name``. With ``memory``, "auto" is decided as for a run."""
+    world = World(rank=0, size=ranks, local_rank=0, num_nodes=1, device=torch.device("cuda"))
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    if path.suffix == ".json":
+        config = dataclasses.replace(config, model=config_from_hf(json_object(path)), batch=ranks)
+    elif config.init_from is not None:
+        config = begin_from(config)
+    else:
+        config = with_vocabulary(config, vocabulary_of(config.tokenizer))
+    if config.batch < ranks:  # the least that keeps every rank busy
+        config = dataclasses.replace(config, batch=ranks * config.num_microbatches)
+    available, lines = None if memory is None else parse_size(memory), []
+    if available is not None and config.module is None:
+        try:
+            config = sized(config, world, math.floor(HEADROOM * available))
+            lines = [f"train would take {described(config, world)}"]
+        except ValueError as error:
+            lines = [str(error)]
+            if config.microbatches == "auto":
+                config = decided(config, config.share(ranks), "block")
+    if config.model.recompute == "auto":
+        config = decided(config, config.num_microbatches, "none")
+    bare, mesh, options = plan_inputs(config, precision_of(config, world), world)
+    return plan(bare, mesh, placements_of(config, world), memory=available, **options), lines
+
+
+def bytes_held(config: TrainConfig, world: World) -> int:
+    """The planned peak memory of a step."""
+    bare, mesh, options = plan_inputs(config, precision_of(config, world), world, forward=True)
     # More than two microbatches take no more memory.
-    options |= {"microbatches": min(microbatches, 2), "batch": (sequences, model.context)}
-    placements = placements_of(config, world)
-    return plan(bare, mesh, placements, **options | {"tokens": None}).total
+    options |= {"microbatches": min(config.num_microbatches, 2), "tokens": None}
+    return plan(bare, mesh, placements_of(config, world), **options).total
 
 
 def plan_inputs(
-    config: TrainConfig, precision: Precision, world: World
+    config: TrainConfig, precision: Precision, world: World, *, forward: bool = False
 ) -> tuple[nn.Module, dict[str, int], dict[str, Any]]:
-    """The arguments of ``sw.plan`` for a run: the bare model, the mesh and the options."""
+    """The arguments of ``sw.plan`` for a run: the bare model, the mesh and the options.
+
+    The plan runs forward on meta tensors. With ep, values decide which rows are sent: ``forward``
+    takes a model with the experts of one rank alone instead, which computes as many rows.
+    """
+    model, spread = config.model, config.ep > 1 and not forward
+    if config.ep > 1 and forward:
+        own = model.num_experts // config.ep
+        chosen = min(own, model.experts_per_token)
+        model = dataclasses.replace(model, num_experts=own, experts_per_token=chosen)
     with torch.device("meta"):
-        bare = make_model(config)
-        for layer in mixtures_of(bare) if config.ep > 1 else ():
+        bare = make_model(dataclasses.replace(config, model=model, ep=1, recompute=None))
+        for layer in mixtures_of(bare) if spread else ():
             layer.keep_share(config.ep)
-    followed = (config.share(world.size), config.model.context)
+    batch = (config.share(world.size), config.model.context)
     options: dict[str, Any] = {
         "precision": precision,
         "optimizer": config.optimizer,
         "microbatches": config.num_microbatches,
         "device": world.device.type,
-        "tokens": followed[0] * followed[1],
-        # The plan runs forward on meta tensors, without values. With ep, values decide which rows
-        # are sent, and the forward of a user's module may read values, too.
-        "batch": followed if config.ep == 1 and config.module is None else None,
+        "tokens": math.prod(batch),
+        "batch": None if spread or config.module is not None else batch,
     }
     return bare, config.mesh_shape(world.size, world.num_nodes), options
-
-
-def free_memory(world: World) -> int | None:
-    """The bytes that every rank can use; None on a CPU (collective)."""
-    if world.device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(world.device)
-    free = int(min(comm.agree(free, world.axis)))
-    # The last rank of a GPU to look has seen what the contexts of all its ranks take.
-    return math.floor(free * HEADROOM) // world.ranks_per_gpu
-
-
-def divisors(count: int) -> list[int]:
-    return [number for number in range(1, count + 1) if count % number == 0]

@@ -15,14 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint import export
 from shardwise.checkpoint.values import parse_json
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import config_from_hf, parameters_from_hf
 from shardwise.shard.state_dict import load_full_state_dict
 from shardwise.train.config import TrainConfig
-from shardwise.train.tokenise import Tokenizer
+from shardwise.train.tokenise import open_tokenizer
 from shardwise.train.tokens import TOKENIZER
 
 # Fields of a GPTConfig about training, which a config.json does not contain.
@@ -36,44 +38,37 @@ class HubFolder(Mapping[str, Tensor]):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        index = self.folder / _INDEX
-        if not (self.folder / "config.json").is_file():
+        names = ("config.json", _SINGLE, _INDEX)
+        described, single, index = ((self.folder / name).is_file() for name in names)
+        if not described or not (single or index):
             raise ValueError(
-                f"{folder} holds no Hugging Face model: it has no config.json. Give a folder with "
-                f"config.json and safetensors"
+                f"{folder} holds no Hugging Face model: give a folder with config.json, and with "
+                f"{_SINGLE} or {_INDEX}"
             )
-        if index.is_file():
-            files = json_object(index).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(n, str) for n in files.values()):
-                raise ValueError(f"{index} holds no weight_map of tensors to file names")
-            self._files: dict[str, str] = files
-        elif (self.folder / _SINGLE).is_file():
+        self._files: dict[str, str]
+        if index:
+            self._files = json_object(self.folder / _INDEX).get("weight_map", {})
+            names_of = [*self._files.values()] if isinstance(self._files, dict) else []
+            if not names_of or not all(isinstance(name, str) for name in names_of):
+                raise ValueError(f"{folder}: {_INDEX} holds no weight_map of tensors to file names")
+        else:
             with self._open(_SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), _SINGLE)
-        else:
-            raise ValueError(
-                f"{folder} holds neither {_SINGLE} nor {_INDEX}, and other formats can't be read: "
-                f"save the model with safetensors"
-            )
 
     @property
     def config(self) -> GPTConfig:
         """The configuration of a GPT that computes the same."""
-        try:
-            return config_from_hf(json_object(self.folder / "config.json"))
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {error}") from None
+        return config_from_hf(json_object(self.folder / "config.json"))
 
     def _open(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        path = self.folder / name
-        if not path.is_file():  # opening a pipe would wait for its writer
-            raise ValueError(f"{path} does not exist, or is no regular file")
+        if not (self.folder / name).is_file():  # opening a pipe would wait for its writer
+            raise ValueError(f"{self.folder / name} does not exist, or is no regular file")
         try:
-            return safe_open(path, framework="pt")
+            return safe_open(self.folder / name, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read ({error})") from None
+            raise ValueError(f"{self.folder / name} cannot be read ({error})") from None
 
     def __getitem__(self, name: str) -> Tensor:
         with self._open(self._files[name]) as file:
@@ -126,9 +121,16 @@ def load_weights(model: nn.Module, config: TrainConfig) -> None:
         ) from error
 
 
-def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The files of a tokenizer for an export, as transformers reads them."""
-    if tokenizer is None:
-        return {}
-    ends = {"eos_token_id": tokenizer.end, "pad_token_id": tokenizer.end}
-    return {**tokenizer.files, "generation_config.json": json.dumps(ends, indent=2).encode()}
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "fp32") -> list[Path]:
+    """Write the weights of a run's checkpoint, with config.json and tokenizer, as transformers
+    reads them; return the files."""
+    files: dict[str, bytes] = {}
+    end = None
+    folder = checkpoint.parent.parent / "tokenizer"
+    if folder.is_dir():
+        tokenizer = open_tokenizer(folder)
+        end = tokenizer.end
+        ends = {"eos_token_id": end, "pad_token_id": end}
+        files = {**tokenizer.files, "generation_config.json": json.dumps(ends, indent=2).encode()}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return export(checkpoint, out, dtype=dtypes[dtype], end_token=end, beside=files)

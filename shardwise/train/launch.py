@@ -83,22 +83,7 @@ class World:
 
     def together(self, make: Callable[[], Made]) -> Made:
         """Call ``make`` on all ranks; return its value. An error of any rank is raised on all."""
-
-        def work() -> Made:
-            try:
-                return make()
-            except (ValueError, OSError, NotImplementedError, ImportError):
-                raise
-            except Exception as error:  # not a mistake of the user: show the traceback
-                logger.exception("rank %d", self.rank)
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-        return together(work, self.axis)[0]
-
-
-def is_rank() -> bool:
-    """Whether this process was started as a rank, by ``torchrun`` or by ``shardwise train``."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        return together(make, self.axis)[0]
 
 
 def num_restarts() -> int:
@@ -114,24 +99,16 @@ def launch_name() -> str | None:
 def check_gpus() -> None:
     """Raise if the machine has a GPU that torch cannot use: nobody wants CPU ranks there."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if hidden or torch.cuda.is_available() or not glob(GPUS):
-        return
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        reason = "it finds none"
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-    raise ValueError(
-        f"this machine has a GPU that torch {torch.__version__} cannot use ({reason}): repair "
-        f"torch or the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on CPU"
-    )
+    if not hidden and glob(GPUS) and not torch.cuda.is_available():
+        raise ValueError(
+            f"this machine has a GPU that torch {torch.__version__} cannot use: repair torch or "
+            f"the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on CPU"
+        )
 
 
 def join(timeout: float) -> World:
     """Join the other ranks, with NCCL for GPUs (if there are any) and gloo for CPUs."""
     check_gpus()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = use_gpu(), "cpu:gloo,cuda:nccl"
@@ -142,10 +119,10 @@ def join(timeout: float) -> World:
     fresh = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
     return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        num_nodes=max(1, size // (per_node or size)),
+        rank=rank,
+        size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        num_nodes=max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size))),
         device=device,
         ranks_per_gpu=ranks_per_gpu(device) if device.type == "cuda" else 1,
     )
@@ -158,18 +135,13 @@ def launcher() -> tuple[int | None, Path | None]:
     return (int(pid), Path(folder)) if folder else (None, None)
 
 
-def is_orphaned() -> bool:
-    """Whether the ``shardwise train`` that started this rank has died."""
-    return launcher()[0] not in (None, os.getppid())
-
-
 def end_with_launcher() -> None:
     """Make the kernel send SIGTERM (save and end) to this rank when its launcher dies, for any
     reason. Linux only."""
     if launch_name() is None or sys.platform != "linux":
         return  # started by hand, perhaps from a shell that ends before the run
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_orphaned():  # the launcher died before the call above
+    if launcher()[0] not in (None, os.getppid()):  # it died before the call above
         raise RuntimeError("the launcher of this rank has died")
 
 
@@ -181,8 +153,8 @@ def leave(code: int) -> None:
         except OSError:  # a closed pipe, a full disk: the rest of the output is lost
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-    folder = launcher()[1]
-    if folder is not None and is_orphaned():  # the launcher is dead and can't remove its folder
+    pid, folder = launcher()
+    if folder is not None and pid != os.getppid():  # the launcher is dead and left its folder
         shutil.rmtree(folder, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
@@ -193,17 +165,13 @@ def leave(code: int) -> None:
 # ------------------------------------------------------------------------------ requests to stop
 
 
-def stop_signals() -> list[signal.Signals]:
-    """The signals by which a user, a closed terminal or a batch system stops a run, without those
-    that this process ignores (``nohup`` ignores SIGHUP)."""
-    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
-
-
 @contextlib.contextmanager
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call ``handler`` for these signals while the context is open."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    """Call ``handler`` for the signals by which a user, a closed terminal or a batch system stops
+    a run, except those that this process ignores (``nohup`` ignores SIGHUP)."""
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
@@ -261,11 +229,6 @@ class Guard:
 # ------------------------------------------------------------------------------ the launcher
 
 
-def default_ranks() -> int:
-    """One rank per GPU, or two on a machine without GPUs."""
-    return torch.cuda.device_count() or 2
-
-
 def be_only_rank() -> None:
     """Make this process the only rank of a run, without torchrun. (Several ranks, or a rank that is
     restarted, need it.)"""
@@ -285,8 +248,7 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
 
     check_gpus()
     # Divide the cores: ranks that each use all cores slow each other down.
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Ranks report their failures themselves; torch would repeat them as a table and a traceback.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -319,28 +281,21 @@ def explain(failures: Mapping[int, ProcessFailure]) -> int:
     When a rank fails, torchrun ends the others: it sends SIGTERM, and SIGKILL some seconds later.
     So a rank that died of another signal within a second of the first failure has caused it.
     """
-    if not failures:
-        return 1
-    first = min(failure.timestamp for failure in failures.values())
+    first = min((failure.timestamp for failure in failures.values()), default=0)
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[Any, ...]:
         failure = item[1]
         ended = failure.exitcode == -signal.SIGTERM  # by torchrun, before it could answer
         return failure.timestamp > first + 1, ended, failure.exitcode >= 0, failure.timestamp
 
-    rank, failure = min(failures.items(), key=order)
-    for other, late in failures.items():
-        if late.exitcode == -signal.SIGKILL and late.timestamp > first + 1:
-            sys.stderr.write(
-                f"error: rank {other} (pid {late.pid}) did not end after another rank had failed "
-                f"(it is stopped, or stuck), and the launcher killed it\n"
-            )
-    if failure.exitcode >= 0:
-        return failure.exitcode or 1
-    name = signal.Signals(-failure.exitcode).name
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    sys.stderr.write(
-        f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
-        f"Continue from the newest checkpoint with --resume\n"
-    )
-    return 128 - failure.exitcode
+    for rank, failure in sorted(failures.items(), key=order):
+        if failure.exitcode >= 0:
+            return failure.exitcode or 1
+        name = signal.Signals(-failure.exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        sys.stderr.write(
+            f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
+            f"Continue from the newest checkpoint with --resume\n"
+        )
+        return 128 - failure.exitcode
+    return 1

@@ -6,7 +6,7 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
-{"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
+{"kind": "skip",   "step": 117, "grad_norm": "nan"}
 {"kind": "resume", "step": 100, "path": ..., "text": what the load did}
                    path null: begun again, nothing was saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ from typing import Any, Protocol, TextIO
 
 import torch
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from shardwise.moe import mixtures_of
@@ -57,36 +56,23 @@ class Sink(Protocol):
 
 
 class EventFile:
-    """Appends events to a file. When ``log`` returns, the kernel has the line.
-
-    An event that cannot be written is lost, but the file stays valid: the next event begins on a
-    new line, also after a run that was killed.
-    """
+    """Appends events to a file. When ``log`` returns, the kernel has the line. An event that cannot
+    be written is lost; the next one begins on a new line, also after a run that was killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: io.FileIO | None = None
-        self._torn = False
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, event: Event) -> None:
         line = json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
-        if self._file is not None and not self.path.exists():
-            raise OSError(f"{self.path} was removed or renamed")
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._torn = not _ends_a_line(self.path)
-            self._file = self.path.open("ab", buffering=0)
-        line = b"\n" * self._torn + line
-        self._torn = True
-        while line:  # a full disk takes a part, and raises at the next write
-            line = line[self._file.write(line) :]
-        self._torn = False
+        with self.path.open("ab", buffering=0) as file:
+            if file.tell() and not _ends_a_line(self.path):
+                line = b"\n" + line
+            while line:  # a full disk takes a part, and raises at the next write
+                line = line[file.write(line) :]
 
     def close(self) -> None:
-        if self._file is not None:
-            with self._file as file:
-                os.fsync(file.fileno())
-            self._file = None
+        pass
 
     def __str__(self) -> str:
         return str(self.path)
@@ -101,11 +87,9 @@ class Events:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks = list(sinks)
         self._failed: set[int] = set()
-        self._step = 0
 
     def __call__(self, kind: str, **values: Any) -> None:
         event = {"kind": kind, "time": round(time.time(), 3), **values}
-        self._step = values.get("step", self._step)
         for sink in self.sinks:
             self._try(sink, partial(sink.log, event))
 
@@ -121,13 +105,8 @@ class Events:
         except Exception as error:  # a sink may call any library
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
-                logger.warning(
-                    "rank 0, step %d: %s cannot be written (%s): the run continues, and events "
-                    "that cannot be written there are lost",
-                    self._step,
-                    sink,
-                    error,
-                )
+                text = "%s cannot be written (%s): the run continues, and its events there are lost"
+                logger.warning(text, sink, error)
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -143,8 +122,6 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _ends_a_line(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return True
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
@@ -158,9 +135,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 # ------------------------------------------------------------------------------ the console
@@ -170,9 +145,9 @@ PLAIN = {  # events that are printed as one line
     "save": "saved    {path} (training waited {stalled:.2f} s)",
     "note": "note     {text}",
     "warning": "warning  {text}",
+    "skip": "step {step} dropped: grad norm {grad_norm}",
     "stop": "stopping after step {step}: {reason}",
 }
-BAR = 16  # columns; half of it on a narrow terminal
 
 
 class _Out(RichConsole):
@@ -187,30 +162,17 @@ class Console:
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
         self.steps = steps
-        self._stream = stream
-        self.out = self._open()
+        self.out = _Out(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.every = max(1, steps // LINES)
-        self._began = time.monotonic()
-        self._first_step: int | None = None
+        self._began: tuple[int, float] | None = None  # the step before the first, and its end
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
-
-    # ------------------------------------------------------------------------ events
 
     def log(self, event: Event) -> None:
         show = getattr(self, f"_{event['kind']}", None)
-        try:
-            if event["kind"] in PLAIN:
-                self.say(PLAIN[event["kind"]].format(**event))
-            elif show is not None:
-                show(event)
-        except OSError:
-            # The terminal or the reader of the pipe is gone: drop the text that rich has buffered.
-            self.out, self._progress = self._open(), None
-            raise
-
-    def _open(self) -> RichConsole:
-        return _Out(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
+        if event["kind"] in PLAIN:
+            self.say(PLAIN[event["kind"]].format(**event))
+        elif show is not None:
+            show(event)
 
     def __str__(self) -> str:
         return "the console"
@@ -225,107 +187,83 @@ class Console:
 
     def _run(self, event: Event) -> None:
         corpus, model = event["corpus"], event["model"]
-        say = self.say
-        say(f"model    {model['parameters'] / 1e6:.2f}M parameters, {model['text']}")
-        say(f"data     {corpus['name']}: {corpus['text']}, sha256 {corpus['sha256'][:16]}")
+        self.say(f"model    {model['parameters'] / 1e6:.2f}M parameters, {model['text']}")
+        self.say(f"data     {corpus['name']}: {corpus['text']}, sha256 {corpus['sha256'][:16]}")
         if corpus.get("bigram") is not None:
-            say(
-                f"         bits per byte: unigram {corpus['unigram']:.2f}, bigram "
-                f"{corpus['bigram']:.2f}, zlib {corpus['zlib']:.2f}"
-            )
-        say(f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}")
+            figures = ", ".join(f"{n} {corpus[n]:.2f}" for n in ("unigram", "bigram", "zlib"))
+            self.say(f"         bits per byte: {figures}")
+        self.say(f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}")
         if weights := event.get("weights"):
-            say(
+            self.say(
                 f"weights  {weights['stored']} of {weights['parameters']} parameters in "
                 f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; in bf16:"
             )
             for why, names in weights["kept"].items():
-                say(f"         {', '.join(names)}: {why}")
-        say(f"run      {event['out']}")
+                self.say(f"         {', '.join(names)}: {why}")
+        self.say(f"run      {event['out']}")
 
     def _resume(self, event: Event) -> None:
         if event["path"] is None:
             self.say("restart  the run in this folder ended before its first checkpoint")
         else:
-            self.say(f"resumed  {event['path']} after step {event['step']}")
-            if event.get("text"):
-                self.say(f"loaded   {event['text']}")
+            self.say(f"resumed  {event['path']} after step {event['step']}: {event['text']}")
 
     def _step(self, event: Event) -> None:
-        if self._first_step is None:
-            self._first_step = event["step"] - 1
-            self._began = time.monotonic() - event["seconds"]
+        step = event["step"]
+        if self._began is None:
+            self._began = step - 1, time.monotonic() - event["seconds"]
         if self.out.is_terminal:
             self._advance(event)
-        elif event["step"] % self.every == 0 or event["step"] in (1, self.steps):
-            self.say(
-                f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  {_figures(event)}"
-                f"  {self._left(event['step'])}"
-            )
+        elif step % self.every == 0 or step in (1, self.steps):
+            first, began = self._began
+            left = int((time.monotonic() - began) / (step - first) * (self.steps - step))
+            name = f"step {step:>{len(str(self.steps))}}/{self.steps}"
+            self.say(f"{name}  {_figures(event)}  {left // 60}:{left % 60:02d} left")
 
     def _eval(self, event: Event) -> None:
         bits = event.get("bits_per_byte")
         shown = f"loss {event['loss']:.4f}" + (f"  {bits:.3f} bits/byte" if bits else "")
         self.say(f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  held out: {shown}")
 
-    def _skip(self, event: Event) -> None:
-        where = "; ".join(event["where"][:2])
-        self.say(f"step {event['step']} dropped: grad norm {event['grad_norm']} ({where})")
-
     def _sample(self, event: Event) -> None:
         self.close()
-        self.say("")
-        self.say("a text that the model generates:")
-        for line in event["text"].splitlines():
-            self.say("    " + line)
-        self.say("")
-
-    def _end(self, event: Event) -> None:
-        self.close()
-
-    # ------------------------------------------------------------------------ the bar
+        text = event["text"].replace("\n", "\n    ")
+        self.say(f"\na text that the model generates:\n    {text}\n")
 
     def _advance(self, event: Event) -> None:
+        """Draw the bar of a terminal."""
+        bar = 16 if self.out.width >= 100 else 8
         if self._progress is None:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=BAR if self.out.width >= 100 else BAR // 2),
+                BarColumn(bar_width=bar),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(compact=True),
                 console=self.out,
             )
             self._progress.start()
-            self._task = self._progress.add_task(
-                "train", total=self.steps, completed=event["step"] - 1, figures=""
-            )
-        assert self._task is not None
-        taken = len(f"step {event['step']}/{self.steps}") + BAR + len(" 0:00:00") + 2
-        room = self.out.width - taken
-        self._progress.update(self._task, completed=event["step"], figures=_figures(event, room))
-
-    def _left(self, step: int) -> str:
-        done = step - (self._first_step or 0)
-        seconds = (time.monotonic() - self._began) / done * (self.steps - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+            self._progress.add_task("", total=self.steps, completed=event["step"] - 1, figures="")
+        room = self.out.width - bar - len(f"step {event['step']}/{self.steps} 0:00:00") - 4
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=event["step"], figures=_figures(event, room))
 
 
-def _figures(event: Event, room: int | None = None) -> str:
-    """The figures of a step in one line; only the more important figures in a narrow ``room``."""
+def _figures(event: Event, room: int = 1000) -> str:
+    """The figures of a step in one line; the last ones go where there is no room."""
     bits, mfu, load = (event.get(key) for key in ("bits_per_byte", "mfu", "expert_load_max"))
-    # (priority, text), in the order of the line. Without room, the highest number is dropped first.
-    parts = [
-        (0, f"loss {event['loss']:.3f}"),
-        (1, None if bits is None else f"{bits:.2f} bits/byte"),
-        (5, f"norm {event['grad_norm']:.2f}"),
-        (2, f"{count_text(event['tokens_per_second'])} tok/s"),
-        (3, None if mfu is None else f"{100 * mfu:.0f}% mfu"),
-        (4, f"{event['memory'] / 2**30:.2f} GiB"),
-        (6, None if load is None else f"expert load {load:.1f}x"),
+    texts = [
+        f"loss {event['loss']:.3f}",
+        None if bits is None else f"{bits:.2f} bits/byte",
+        f"{count_text(event['tokens_per_second'])} tok/s",
+        None if mfu is None else f"{100 * mfu:.0f}% mfu",
+        f"{event['memory'] / 2**30:.2f} GiB",
+        f"norm {event['grad_norm']:.2f}",
+        None if load is None else f"expert load {load:.1f}x",
     ]
-    kept = [(priority, text) for priority, text in parts if text is not None]
-    while room is not None and len(kept) > 1 and len("  ".join(text for _, text in kept)) > room:
-        kept.remove(max(kept))
-    return "  ".join(text for _, text in kept)
+    kept = [text for text in texts if text is not None]
+    while len(kept) > 1 and len("  ".join(kept)) > room:
+        kept.pop()
+    return "  ".join(kept)
 
 
 # ------------------------------------------------------------------------------ figures
@@ -369,17 +307,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
             if re.search(rf"\b{part}\b", name):
                 return peak
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    best = 0.0
-    # A small product first: on CPUs without bf16 products, a large one would take seconds.
-    for size in (128, 1024) if device.type == "cpu" else (1024, 8192):
-        a = torch.ones(size, size, dtype=dtype, device=device)
-        for _ in range(3):
-            began = time.perf_counter()
-            (a @ a)[0, 0].item()
-            best = max(best, 2 * size**3 / (time.perf_counter() - began))
-        if 2 * 8**3 * size**3 / best > 0.5:
-            break
-    return best
+    size = 512 if device.type == "cpu" else 8192
+    a, times = torch.ones(size, size, dtype=dtype, device=device), []
+    for _ in range(4):
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -388,9 +322,6 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(used) * (1 if sys.platform == "darwin" else 1024)
-
-
-# ------------------------------------------------------------------------------ experts
 
 
 class ExpertLoad:

@@ -9,7 +9,6 @@ Every decision depends on these values alone, so all ranks decide the same.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import logging
@@ -37,15 +36,9 @@ from shardwise.planning.plan import plan
 from shardwise.report.origin import origin
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
-from shardwise.train.build import (
-    Parts,
-    build,
-    build_scheduler,
-    precision_of,
-    use_deterministic_algorithms,
-)
+from shardwise.train.build import Parts, build, build_scheduler, use_deterministic_algorithms
 from shardwise.train.config import TrainConfig
-from shardwise.train.fit import more_microbatches, placements_of, plan_inputs, too_large
+from shardwise.train.fit import placements_of, plan_inputs, precision_of
 from shardwise.train.hub import load_weights
 from shardwise.train.launch import Guard, World, num_restarts
 from shardwise.train.logs import EventFile, Events, ExpertLoad, Sink, Speed
@@ -59,12 +52,12 @@ LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
 TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
 KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
+SAMPLE_SECONDS = 5.0
 # Fields of the configuration that change no number of a step: a resumed run may have others.
 _WITHOUT_EFFECT = frozenset(
     ("hours", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "max_skipped")
     + ("timeout", "sample", "profile_step")
 )
-SAMPLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,20 +75,13 @@ class _Issued:
 
     step: int
     figures: Callable[[], list[float]]  # waits: loss, auxiliary loss, norm, load of the experts
-    norms: list[tuple[str, Tensor]]
     lr: list[Any]
     began: Any  # marks of the trainer's clock
     ended: Any
 
-    def nonfinite(self, world: World) -> list[str]:
-        """The gradients that are not finite, on any rank; waits for the device (collective)."""
-        norms = [(name, float(norm)) for name, norm in self.norms]
-        broken = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
-        return [
-            f"gradient '{name}' on rank {rank}: {'NaN' if math.isnan(norm) else 'infinite'}"
-            for rank, of_rank in enumerate(comm.agree(broken[:8], world.axis))
-            for name, norm in of_rank
-        ]
+
+class BrokenGradientError(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
 
 
 class Trainer:
@@ -116,18 +102,18 @@ class Trainer:
             use_deterministic_algorithms()
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
         self.world, self.folder = world, folder
-        self._asked = config  # with "auto", as a resumed run begins with it
         self.parts: Parts = build(config, world, fitted)
         self.config = self.parts.config
         self.step = 0
-        self.skips = Skips(self.config.max_skipped)
-        self.num_parameters = self.config.model.num_parameters
-        if self.config.module is not None:
-            self.num_parameters = sum(p.numel() for p in self.parts.model.parameters())
+        self.skipped, self._skipped_in_a_row = 0, 0  # steps whose gradient was not finite
         self.speed = Speed(self.config, world, self.parts.model)
         self.experts = ExpertLoad(self.parts.model)
-        self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
-        self._describe_store()
+        self.store = Store(
+            folder / CHECKPOINTS,
+            self.config.keep,
+            timeout=self.config.timeout,
+            config=self._recorded(config),
+        )
         self._resumed: LoadReport | None = None  # what the load of a resume did
         if resume is not None:
             resume = self._restore(resume, or_older)
@@ -141,7 +127,6 @@ class Trainer:
         self._saving: tuple[int, float] | None = None  # of the save in progress: step, time waited
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        self._lock = self._owner()
         self.tokenizer = world.together(self._open_tokenizer)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
@@ -154,42 +139,26 @@ class Trainer:
                 text = None if self._resumed is None else str(self._resumed)
                 self.events("resume", step=self.step, path=resume and str(resume), text=text)
 
-    def _describe_store(self) -> None:
-        """What every checkpoint says about the run, for a resume."""
-        asked = dataclasses.replace(self._asked, model=self.config.model)
-        if self._asked.model.recompute == "auto":
-            model = dataclasses.replace(self.config.model, recompute="auto")
-            asked = dataclasses.replace(self._asked, model=model)
-        more = {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
-        self.store.config = asked.to_json() | more
-
-    def _owner(self) -> bytes | None:
-        """What the lock of the folder says, on rank 0."""
-        lock = self.folder / LOCK
-        return lock.read_bytes() if self.world.first and lock.exists() else None
-
-    def _check_folder(self) -> None:
-        """Raise if the folder was renamed, and another run has taken its name."""
-        if self._owner() not in (None, self._lock):
-            raise ValueError(
-                f"{self.folder} was renamed, and belongs to another run now: this run saves "
-                f"nothing there. End one of the runs"
-            )
+    def _recorded(self, asked: TrainConfig) -> dict[str, Any]:
+        """What every checkpoint says about the run: the configuration with "auto", as a resumed
+        run begins with it, what was decided instead, and the digest of the data."""
+        model = dataclasses.replace(self.config.model, recompute=asked.model.recompute)
+        recorded = dataclasses.replace(asked, model=model).to_json()
+        return recorded | {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
 
     def _open_tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the data, for a sample; rank 0 keeps its files for an export."""
         corpus, there = self.parts.corpus, self.folder / TOKENIZER
-        try:
-            tokenizer = corpus.tokenizer()
-        except MissingExtraError as error:
-            logger.warning("%s (the run ends without a sample)", error)
-            tokenizer = None
         if self.world.first and corpus.folder is not None:
             there.mkdir(parents=True, exist_ok=True)
             for path in corpus.folder.iterdir():
                 if path.suffix in (".json", ".jinja") and path.name != INFO:
                     write_file(there / path.name, path.read_bytes())
-        return tokenizer
+        try:
+            return corpus.tokenizer()
+        except MissingExtraError as error:
+            logger.warning("%s (the run ends without a sample)", error)
+            return None
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -198,7 +167,13 @@ class Trainer:
         try:
             return self._run()
         except torch.OutOfMemoryError as error:  # in a step or in an evaluation
-            raise too_large(self.config, self.world.size, self.step + 1, error) from None
+            config = self.config
+            raise torch.OutOfMemoryError(
+                f"step {self.step + 1} does not fit this device with microbatches of "
+                f"{config.share(self.world.size)} x {config.model.context} tokens: resume with "
+                f"more --microbatches (now {config.num_microbatches}), with --recompute block, or "
+                f"on more ranks. {error}"
+            ) from None
 
     def _run(self) -> Outcome:
         config, reason = self.config, None
@@ -215,8 +190,8 @@ class Trainer:
                     self._ended = self._clock.mark()  # reading the profile belongs to no step
                 else:
                     reason = self._train_step(guard)
-                done = self.step == config.steps
-                scores = self._scores(self.step)
+                done, every = self.step == config.steps, config.eval_every
+                scores = every > 0 and (self.step % every == 0 or done)
                 saves = self.step % config.save_every == 0 or done or reason
                 if scores or saves:
                     reason = self._conclude(guard) or reason
@@ -235,11 +210,6 @@ class Trainer:
         self.events("end", step=self.step, reason=reason or "finished")
         self.events.close()
         return Outcome(step=self.step, finished=reason is None, held_out=bits)
-
-    def _scores(self, step: int) -> bool:
-        """Whether an evaluation follows ``step``."""
-        every = self.config.eval_every
-        return every > 0 and (step % every == 0 or step == self.config.steps)
 
     def close(self) -> None:
         """Release the terminal and the files."""
@@ -265,12 +235,7 @@ class Trainer:
         self.step += 1
         began, self._ended = self._ended, self._clock.mark()
         issued = _Issued(
-            step=self.step,
-            figures=read_figures,
-            norms=parts.optimizer.last_norms,
-            lr=rates,
-            began=began,
-            ended=self._ended,
+            step=self.step, figures=read_figures, lr=rates, began=began, ended=self._ended
         )
         self._issued.append(issued)
         # The host issues the next step to a GPU before it waits for this step.
@@ -287,12 +252,7 @@ class Trainer:
     def _conclude_step(self, issued: _Issued, guard: Guard) -> str | None:
         config, world, corpus = self.config, self.world, self.parts.corpus
         loss, auxiliary, norm, *load = issued.figures()
-        if math.isfinite(norm):
-            self.skips.good()
-        else:  # on all ranks, because the norm is the same on all
-            where = issued.nonfinite(world)
-            self.events("skip", step=issued.step, grad_norm=norm, where=where)
-            self.skips.broken(issued.step, norm, where)
+        self._count_skip(issued.step, norm)
         asked = guard.asked
         agreed = torch.tensor(
             [loss, auxiliary, float(asked is not None), *load], dtype=torch.float64
@@ -310,7 +270,7 @@ class Trainer:
             grad_norm=norm,
             lr=issued.lr,
             tokens=samples * config.model.context,
-            skipped=self.skips.total,
+            skipped=self.skipped,
             **({"auxiliary_loss": extra} if self.experts.routers else {}),
             **self.experts.figures(agreed[3:]),
             **self.speed.of(seconds),
@@ -320,38 +280,26 @@ class Trainer:
             self.events("note", text=text)
         return (asked or "another rank was asked to stop") if stops else None
 
+    def _count_skip(self, step: int, norm: float) -> None:
+        """Count a step that was skipped, if its gradient is not finite; raise if there are too many
+        in a row. The norm is the same on all ranks."""
+        if math.isfinite(norm):
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self.events("skip", step=step, grad_norm=norm)
+        if self._skipped_in_a_row > self.config.max_skipped:
+            raise BrokenGradientError(
+                f"step {step}: the gradient's norm is {norm}, and was not finite in "
+                f"{self._skipped_in_a_row} steps in a row. Lower the learning rates, check the "
+                f"data, raise max_skipped, or look with SHARDWISE_DEBUG=1 which gradient it is"
+            )
+
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
         the auxiliary loss of the routers."""
-        batch = self.parts.batches.next()
-        while True:
-            try:
-                return self._compute_gradients(*batch)
-            except torch.OutOfMemoryError as error:
-                self._use_smaller_microbatches(error)
-
-    def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
-        """Use at least twice as many microbatches from now on, if this is one of the first steps of
-        a run on one rank. Else raise: other ranks would wait in a collective for this rank."""
-        world, parts = self.world, self.parts
-        early = world.size == 1 and self.step - self._first_step < 3
-        count = more_microbatches(self.config, world.size) if early else None
-        if count is None:
-            raise error
-        parts.model.reset_iter_state()  # type: ignore[operator]
-        parts.optimizer.zero_grad()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.config = parts.config = dataclasses.replace(self.config, microbatches=count)
-        if parts.fitted is None:
-            self._asked = dataclasses.replace(self._asked, microbatches=count)
-        else:
-            parts.fitted["microbatches"] = count
-        self._describe_store()
-        parts.held_out.batch_size = self.config.share(world.size)
-        self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
-
-    def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        tokens, targets = self.parts.batches.next()
         parts, count = self.parts, self.config.num_microbatches
         total, auxiliary = torch.zeros(2, device=self.world.device)
         pieces = zip(tokens.chunk(count), targets.chunk(count), strict=True)  # [share, context]
@@ -398,10 +346,9 @@ class Trainer:
         began = time.perf_counter()
         self._report_save()
         position = self.parts.sampler.state_dict()
-        extra = {"step": self.step, "data": position, "skipped": self.skips.total}
+        extra = {"step": self.step, "data": position, "skipped": self.skipped}
         try:
             refuse_broken_weights(self.parts.model, self.world.axis)
-            self.world.together(self._check_folder)
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step, time.perf_counter() - began
         except CheckpointError:
@@ -423,9 +370,7 @@ class Trainer:
         assert path is not None
         self.events("save", step=step, path=os.path.relpath(path), stalled=stalled)
         if self.world.first and self.config.keep_every and step % self.config.keep_every == 0:
-            kept = self.folder / KEPT / path.name
-            with contextlib.suppress(FileExistsError):
-                shutil.copytree(path, kept, copy_function=_link)  # the same bytes, no more space
+            shutil.copytree(path, self.folder / KEPT / path.name, copy_function=_link)
 
     def _save_failed(self, step: int, error: Exception) -> None:
         self._unsaved = f"step {step} was not saved: {error}"
@@ -458,11 +403,10 @@ class Trainer:
         )
         assert resumed is not None
         loaded, extra = resumed
-        missing = [key for key in ("step", "data", "skipped") if key not in extra]
-        if missing:
+        if not {"step", "data", "skipped"} <= extra.keys():
             raise CheckpointError(
-                f"{loaded} was not written by 'shardwise train': its extra holds no {missing}. "
-                f"Load it with sw.load, or resume from a run"
+                f"{loaded} was not written by 'shardwise train': its extra holds {sorted(extra)}, "
+                f"and no 'step'. Load it with sw.load, or resume from a run"
             )
         if self.config.steps < extra["step"]:
             raise ValueError(
@@ -471,15 +415,17 @@ class Trainer:
             )
         for group, options in zip(groups, configured, strict=True):
             group.update(options)
-        self.step, self.skips.total = extra["step"], extra["skipped"]
+        self.step, self.skipped = extra["step"], extra["skipped"]
         parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
         parts.sampler.load_state_dict(extra["data"])
         return loaded
 
     def sample(self) -> None:
-        """Log a text that the model generates until a rank's clock ends it (collective)."""
+        """Log a text that the model generates until a rank's clock ends it (collective). A module
+        whose forward needs targets gives no logits, and no sample."""
         model, tokenizer, end = self.parts.model, self.tokenizer, time.monotonic() + SAMPLE_SECONDS
-        usable = tokenizer is not None and gives_logits(model)
+        needed = [p for p in inspect.signature(model.forward).parameters.values() if p.kind < 2]
+        usable = tokenizer is not None and all(p.default is not p.empty for p in needed[1:])
         if not all(comm.agree(usable, self.world.axis)) or tokenizer is None:
             return
         tokens = tokenizer.encode([PROMPT.encode()])[:-1].astype(np.int64)
@@ -512,13 +458,16 @@ class Trainer:
         shape = config.mesh_shape(self.world.size, self.world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
+        parameters = model.num_parameters
+        if config.module is not None:
+            parameters = sum(p.numel() for p in self.parts.model.parameters())
         return {
             **origin(self.world.device, self.world.size),
             "config": config.to_json(),
             "defaults": TrainConfig().to_json(),
             "restarts": num_restarts(),
             "model": {
-                "parameters": self.num_parameters,
+                "parameters": parameters,
                 "text": f"{layers}{experts}, context {model.context}, vocabulary "
                 f"{model.vocab_size}",
             },
@@ -540,53 +489,11 @@ class Trainer:
         }
 
 
-def gives_logits(model: nn.Module) -> bool:
-    """Whether ``model(tokens)`` gives logits: its targets may be left out."""
-    parameters = [*inspect.signature(model.forward).parameters.values()][1:]
-    return all(
-        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
-    )
-
-
 def _link(source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        os.link(source, target)  # the same bytes, no more space
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
-
-
-# ------------------------------------------------------------------------------ broken numbers
-
-
-class BrokenGradientError(RuntimeError):
-    """Too many steps in a row had a gradient that is not finite."""
-
-
-class Skips:
-    """Counts the steps that were skipped because of their gradient."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.in_a_row, self.total = limit, 0, 0
-
-    def good(self) -> None:
-        self.in_a_row = 0
-
-    def broken(self, step: int, norm: float, where: list[str]) -> None:
-        """Count a skipped step; raise if there are too many in a row.
-
-        ``where`` describes the gradients that are not finite.
-        """
-        self.in_a_row += 1
-        self.total += 1
-        for line in where[:4]:
-            logger.warning("step %d: %s", step, line)
-        if self.in_a_row > self.limit:
-            raise BrokenGradientError(
-                f"step {step}: the gradient's norm is {norm}, and was not finite in "
-                f"{self.in_a_row} steps in a row; "
-                f"{'; '.join(where[:4]) or 'other ranks have the broken gradients'}. Lower the "
-                f"learning rates, check the data, or raise max_skipped"
-            )
 
 
 def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:

@@ -146,31 +146,12 @@ RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in [*_SMALL, *_
 
 def find_recipe(name: str) -> Recipe:
     """A recipe of shardwise, or ``file.py:function``, or ``package.module:function``."""
-    if name in RECIPES:
-        return RECIPES[name]
-    if ":" not in name:
+    if name not in RECIPES and ":" not in name:
         raise ValueError(
             f"there is no recipe {name!r}: use one of {', '.join(RECIPES)}, or your own as "
             f"file.py:function or package.module:function"
         )
-    return named_function(name, "recipe")
-
-
-def named_function(name: str, what: str, *arguments: str) -> Callable[..., Any]:
-    """The function ``file.py:function`` or ``package.module:function``. Raises unless it can be
-    called with ``arguments`` (names)."""
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise ValueError(f"{what} {name!r}: write file.py:function or package.module:function")
-    function = getattr(_module_at(place, f"{what} {name!r}"), attribute, None)
-    if not callable(function):
-        raise ValueError(f"{what} {name!r}: {place} has no function {attribute!r}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        call = f"{attribute}({', '.join(arguments)})"
-        raise ValueError(f"{what} {name!r} is called as {call}: {error}") from None
-    return function  # type: ignore[no-any-return]
+    return RECIPES[name] if name in RECIPES else named_function(name)
 
 
 def load_recipe(name: str) -> TrainConfig:
@@ -184,17 +165,25 @@ def load_recipe(name: str) -> TrainConfig:
     return config
 
 
-def _module_at(place: str, what: str) -> object:
-    if place.endswith(".py"):
-        path = Path(place).expanduser()
-        if not path.is_file():
-            raise ValueError(f"{what}: there is no file {path}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+def named_function(name: str, *arguments: str) -> Callable[..., Any]:
+    """The function ``file.py:function`` or ``package.module:function``. Raises unless it can be
+    called with ``arguments`` (names)."""
+    place, _, attribute = name.rpartition(":")
     try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{what}: module {place!r} cannot be imported ({error})") from error
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(
+                Path(place).stem, Path(place).expanduser()
+            )
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function: Callable[..., Any] = getattr(module, attribute)
+        inspect.signature(function).bind(*arguments)
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no function that can be called as {attribute}({', '.join(arguments)}) "
+            f"({error}): write file.py:function or package.module:function"
+        ) from error
+    return function

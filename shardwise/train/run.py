@@ -36,7 +36,7 @@ from shardwise.checkpoint import CheckpointError, Manifest, SaveError, valid_che
 from shardwise.checkpoint.store import NAME, background
 from shardwise.core import comm
 from shardwise.core.rehearsal import SHARED
-from shardwise.report.html import read_events, write_report
+from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.hub import begin_from
 from shardwise.train.launch import World, end_with_launcher, join, launch_name, leave, num_restarts
@@ -84,42 +84,30 @@ def resolve(request: Request, taken: Collection[Path] = ()) -> Resolved:
     """Find the run that a request means, not in one of the folders ``taken``. Raises errors before
     any rank is started."""
     out, resume = request.out, request.resume
-    if num_restarts() and (begun := begun_by_launch(request.recipe, out)) is not None:
+    if num_restarts() and (begun := newest_folder(launch=launch_name(), out=out)) is not None:
         out = str(begun)  # restarted ranks resume the run of their launch
-        resume = LATEST if has_saved(begun, since_launch=True) else resume
+        resume = LATEST if has_saved(begun) else resume
     if resume is None:
         free = (folder for folder in free_names(request.recipe) if folder not in taken)
-        place = Path(out) if out is not None else next(free)
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"--out {out} is a file: name a directory for the run")
+        place, checkpoint, or_older = Path(out) if out is not None else next(free), None, False
         if has_saved(place):
             raise ValueError(
                 f"--out {out} holds a run already: continue it (--resume), or name another folder"
             )
-        return _anew(request, place)
-    place, checkpoint, or_older = find_resume(request.recipe, out, resume)
-    if checkpoint is None:
-        return _anew(request, place)
-    saved, fitted = saved_run(checkpoint)
-    config = request.configure(saved)
-    config.check_resume(saved, Manifest.read(checkpoint).step or 0)
-    return Resolved(
-        config=config, folder=place, checkpoint=checkpoint, fitted=fitted, or_older=or_older
-    )
-
-
-def _anew(request: Request, folder: Path) -> Resolved:
+    else:
+        place, checkpoint, or_older = find_resume(request.recipe, out, resume)
+    if checkpoint is not None:
+        saved, fitted = saved_run(checkpoint)
+        config = request.configure(saved)
+        config.check_resume(saved)
+        return Resolved(
+            config=config, folder=place, checkpoint=checkpoint, fitted=fitted, or_older=or_older
+        )
     recipe = load_recipe(request.recipe)
     config = request.configure(recipe)
     if config.init_from is not None:
         config = begin_from(config, tokenizer_given=config.tokenizer != recipe.tokenizer)
-    return Resolved(config=config, folder=folder)
-
-
-def check(resolved: Resolved, world_size: int) -> None:
-    """Raise the errors that can be found before any rank is started."""
-    resolved.config.expert_mesh_shape(world_size)
-    resolved.config.share(world_size)
+    return Resolved(config=config, folder=place)
 
 
 def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
@@ -224,73 +212,60 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (EVENTS, CHECKPOINTS))
 
 
-def has_saved(folder: Path, *, since_launch: bool = False) -> bool:
-    """Whether the folder holds a checkpoint, also a damaged one; with ``since_launch``, one that
-    this launch has saved."""
+def has_saved(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint, also a damaged one."""
     checkpoints = folder / CHECKPOINTS
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-    if not since_launch or not (folder / EVENTS).exists():
-        return any(NAME.fullmatch(name) for name in names)
-    events = read_events(folder / EVENTS)
-    begun = max((n for n, event in enumerate(events) if event.get("restarts") == 0), default=0)
-    return any(event["kind"] == "save" for event in events[begun:])
+    return any(NAME.fullmatch(name) for name in names)
 
 
-def newest_folder(recipe: str | None = None, launch: str | None = None) -> Path | None:
-    """The run under ``runs/`` that wrote last; with ``recipe``, of this recipe; with ``launch``, of
-    those that this launch has begun."""
+def newest_folder(
+    recipe: str | None = None, launch: str | None = None, out: str | None = None
+) -> Path | None:
+    """The run under ``runs/`` (or at ``out``) that wrote last; with ``recipe``, of this recipe;
+    with ``launch``, of those that this launch has begun."""
     pattern = re.compile(".*" if recipe is None else re.escape(_name(recipe)) + r"(-\d+)?")
     written = EVENTS if launch is None else LOCK
+    there = [Path(out)] if out is not None else [*Path(ROOT).glob("*")]
     folders = [
         path
-        for path in (Path(ROOT).iterdir() if Path(ROOT).is_dir() else ())
-        if pattern.fullmatch(path.name) and (path / written).exists()
+        for path in there
+        if (path / written).exists() and (out is not None or pattern.fullmatch(path.name))
         if launch is None or last_holder(path).get("launch") == launch
     ]
     return max(folders, key=lambda path: (path / written).stat().st_mtime, default=None)
 
 
-def begun_by_launch(recipe: str, out: str | None) -> Path | None:
-    """The run that this launch has begun before its ranks were restarted."""
-    launch = launch_name()
-    if launch is None:
-        return None
-    if out is None:
-        return newest_folder(recipe, launch)
-    return Path(out) if last_holder(Path(out)).get("launch") == launch else None
-
-
 def find_resume(recipe: str, out: str | None, resume: str) -> tuple[Path, Path | None, bool]:
     """The folder of the run and the checkpoint that ``--resume`` names (``latest`` or a path), and
     whether an older one will do. The checkpoint of a run that never saved is None."""
+    path = Path(resume)
     if resume == LATEST:
-        folder = Path(out) if out is not None else newest_folder(recipe)
-        if folder is None or not folder.is_dir():
+        found = Path(out) if out is not None else newest_folder(recipe)
+        if found is None or not found.is_dir():
             raise ValueError(
                 f"--resume: there is no run {out or f'of recipe {recipe!r} under {ROOT}/'}: name "
                 f"the run with --out FOLDER or --resume PATH, or leave --resume out to begin"
             )
-        return folder, newest_checkpoint(folder) if has_saved(folder) else None, True
-    path = Path(resume)
-    if not path.is_dir():
+        path = found
+    elif not path.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint or run")
-    home = path if is_run(path) else path.parent.parent if path.parent.name == CHECKPOINTS else None
+    run = resume == LATEST or is_run(path)
+    home = path if run else path.parent.parent if path.parent.name == CHECKPOINTS else None
     place = home if out is None else Path(out)
     if place is None:
         raise ValueError(
             f"--resume {resume} is not inside the folder of a run: name a folder for the run with "
             f"--out"
         )
-    if home is not None and place.resolve() == home.resolve() and not has_saved(home):
-        return home, None, True
     if (home is None or place.resolve() != home.resolve()) and has_saved(place):
         raise ValueError(
             f"--out {out} holds another run: continue that run (--resume --out {out}), or name "
             f"another folder"
         )
-    checkpoint = newest_checkpoint(path) if path == home else path
-    Manifest.read(checkpoint)
-    return place, checkpoint, path == home
+    if run and not has_saved(path):
+        return place, None, True
+    return place, newest_checkpoint(path), run
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -300,8 +275,6 @@ def newest_checkpoint(path: Path) -> Path:
     valid = valid_checkpoints(path / CHECKPOINTS)
     if not valid:
         raise CheckpointError(f"{path / CHECKPOINTS} holds no valid checkpoint")
-    if len(valid) < len(all_checkpoints(path)):
-        logger.warning("%s is used, the newest of the valid checkpoints", valid[-1][0])
     return valid[-1][0]
 
 
@@ -310,22 +283,20 @@ def all_checkpoints(path: Path) -> list[Path]:
     no run."""
     if not is_run(path):
         return [path]
-    folder = path / CHECKPOINTS
-    entries = folder.iterdir() if folder.is_dir() else ()
-    checkpoints = sorted(entry for entry in entries if NAME.fullmatch(entry.name))
+    checkpoints = sorted(p for p in path.glob(f"{CHECKPOINTS}/*") if NAME.fullmatch(p.name))
     if not checkpoints:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{path / CHECKPOINTS} holds no checkpoint")
     return checkpoints
 
 
 def saved_run(checkpoint: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
     """The configuration of the run that wrote a checkpoint, and what it decided for "auto"."""
     values = dict(Manifest.read(checkpoint).config or {})
-    if not values:
-        raise ValueError(f"{checkpoint} was not written by `shardwise train`: it has no config")
     fitted = values.pop("fitted", None)
     values.pop("corpus", None)
     try:
+        if "steps" not in values:
+            raise ValueError("`shardwise train` did not write it")
         return TrainConfig.from_json(values), fitted
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise CheckpointError(f"{checkpoint} has a config that no run can have: {error}") from error
@@ -368,46 +339,40 @@ class RunLock:
     """A lock (``flock``) on the folder of a run: one run writes there at a time.
 
     Rank 0 takes the lock before it writes anything and holds it until its process ends. Then the
-    kernel releases the lock, whatever ended the process. The file stays and has no meaning without
-    the lock. If another process holds the lock, the ``ValueError`` names that process.
+    kernel releases the lock, whatever ended the process. If another process holds the lock, the
+    ``BusyError`` names that process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            holder = last_holder(folder)
+            raise BusyError(
+                f"{folder} belongs to a run that has not ended (pid {holder.get('pid')} on host "
+                f"{holder.get('host')}): wait for it, end it, or name another folder with --out"
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self.release()
-                if not isinstance(error, BlockingIOError | PermissionError):
-                    raise
-                holder = last_holder(folder)
-                raise BusyError(
-                    f"{folder} belongs to a run that has not ended (pid "
-                    f"{holder.get('pid', 'unknown')} on host {holder.get('host', 'unknown')}): "
-                    f"wait for it, end it, or name another folder with --out"
-                ) from None
-            logger.warning(
-                "%s: this file system cannot lock files (%s), so nothing prevents a second run "
-                "from writing to the folder: start only one run there",
-                folder,
-                error.strerror,
-            )
+                raise
+            text = "%s: this file system cannot lock files (%s): start only one run there"
+            logger.warning(text, folder, error.strerror)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}
         with contextlib.suppress(OSError):  # with a full disk the lock has no name, but it holds
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(holder).encode(), 0)
-            os.fsync(self._file)
 
     def release(self) -> None:
         os.close(self._file)
 
 
 def last_holder(folder: Path) -> dict[str, Any]:
-    """The last process that locked the folder; empty if there is none or the file is unreadable."""
+    """The last process that locked the folder; empty if the file is unreadable."""
     try:
-        with (folder / LOCK).open("rb") as file:
-            holder = json.loads(file.read(4096))
+        holder = json.loads((folder / LOCK).read_bytes())
     except (OSError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}

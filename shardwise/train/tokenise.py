@@ -7,13 +7,10 @@
     .jsonl, .jsonl.gz, .parquet     files of rows; the text of each row is a document
     hf:NAME[:CONFIG[:SPLIT]]        rows of a dataset, streamed
 
-Whole documents are held out, so that held-out text is never the end of a text that was trained on.
-Of files they are chosen by a hash of their names, of rows by a hash of their text, so that copies
-are on one side and more text does not change the choice. If that leaves too little (a single long
-text), the end of all tokens is held out.
-
-No byte is lost, so a loss per token is also a loss per byte. If a pretrained tokenizer changes the
-text (a normalizer), the bytes of the changed text are counted. This file does not import torch.
+`tokenizers` encodes, and `datasets` reads parquet files and datasets. Whole documents are held out:
+files by a hash of their names, rows by a hash of their text, so that copies are on one side and
+more text does not change the choice. If that leaves too little (a single long text), the end of all
+tokens is held out. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -31,21 +28,19 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.notices import warn_once
 from shardwise.train.tokens import (
-    CHUNK,
     INFO,
     TOKENIZER,
+    TOKENS,
     DataError,
     Tokens,
-    TokenWriter,
+    describe,
     dtype_for,
     open_tokens,
     read_info,
@@ -57,55 +52,57 @@ logger = logging.getLogger(__name__)
 
 BATCH = 4 << 20  # bytes of text that are encoded at a time, by all threads of `tokenizers`
 LEARNED_FROM = 256 << 20  # bytes of text, from its begin, that pieces are learned from
+REFERENCE = 16 << 20  # bytes of text of each part that simple models are counted on
 MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits of the loss, for texts of any size
-END = 256  # the symbol that ends a document; the symbols before are bytes
+END = 256  # the token after the 256 bytes
 END_TEXT = "<|endoftext|>"  # the token that ends a document, in tokenizers that shardwise makes
 # Files that transformers reads beside tokenizer.json.
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-# Tokens that may end a text in a pretrained tokenizer, if no file beside it names the token.
+# Tokens that may end a text in a pretrained tokenizer whose tokenizer_config.json names none.
 _ENDS = (END_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _ROWS = (".jsonl", ".ndjson", ".jsonl.gz", ".parquet")
 # Folders of tables, and folders that some installations of Python lack.
 _NOT_TEXT = {"encodings", "pydoc_data", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
 _OTHER = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xff\xfe")
 
 
 class MissingExtraError(DataError, ImportError):
     """An optional package, which this kind of data needs, is not installed."""
 
 
-def require(package: str, extra: str) -> Any:
+def require(package: str, extra: str = "data") -> Any:
     """Import a package of an extra."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingExtraError(
-            f"this needs the package {package.partition('.')[0]!r}, which is not installed "
-            f"({error}): pip install 'shardwise[{extra}]'"
+            f"this needs the package {package!r}, which is not installed ({error}): "
+            f"pip install 'shardwise[{extra}]'"
         ) from None
 
 
 # ------------------------------------------------------------------------------ tokenizers
 
 
+@dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Text to tokens and back.
 
     Args:
-        pieces: the bytes of each token; empty for special tokens.
+        lengths: the bytes of text of each token; 0 for special tokens.
         end: the token that ends a document.
         files: what `transformers` loads this tokenizer from, by name.
         engine: the object of the `tokenizers` package; ``None``: token i is byte i.
     """
 
-    def __init__(
-        self, pieces: Sequence[bytes], end: int, files: Mapping[str, bytes], engine: Any = None
-    ) -> None:
-        self.end, self.files, self.engine = end, dict(files), engine
-        self.vocab_size = len(pieces)
-        self.lengths = np.array([len(piece) for piece in pieces], np.int64)
-        self._pieces = list(pieces)
+    lengths: list[int]
+    end: int
+    files: Mapping[str, bytes]
+    engine: Any = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.lengths)
 
     @property
     def digest(self) -> str:
@@ -114,71 +111,47 @@ class Tokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """All documents, each with the end token after it."""
+        dtype = dtype_for(self.vocab_size)
         if self.engine is None:
-            found: Sequence[Any] = [np.frombuffer(data, np.uint8) for data in documents]
+            found = [np.frombuffer(data, np.uint8).astype(dtype) for data in documents]
         else:
             texts = [_as_text(data) for data in documents]
             encodings = self.engine.encode_batch_fast(texts, add_special_tokens=False)
-            found = [encoding.ids for encoding in encodings]
-        tokens = np.empty(sum(map(len, found)) + len(found), dtype_for(self.vocab_size))
-        at = 0
-        for document in found:
-            tokens[at : at + len(document)] = document
-            tokens[at + len(document)] = self.end
-            at += len(document) + 1
-        return tokens
-
-    def num_bytes(self, tokens: Tokens) -> int:
-        """The number of bytes that tokens stand for; the end of a document has none."""
-        chunks = (tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK))
-        return sum(int(self.lengths[chunk].sum()) for chunk in chunks)
-
-    @cached_property
-    def _table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint16]]:
-        """Length and begin of each token in an array of the symbols of all."""
-        symbols = [list(piece) for piece in self._pieces]
-        symbols[self.end] = [END]
-        lengths = np.array([len(part) for part in symbols], np.int64)
-        flat = np.array([symbol for part in symbols for symbol in part], np.uint16)
-        return lengths, lengths.cumsum() - lengths, flat
-
-    def symbols(self, tokens: Tokens) -> NDArray[np.uint16]:
-        """The bytes that tokens stand for, with 256 where a document ends."""
-        lengths, begins, flat = self._table
-        tokens = np.asarray(tokens, np.int64)
-        sizes = lengths[tokens]
-        ends = sizes.cumsum()
-        # A symbol is at the begin of its token in the flat array, plus its offset in the token.
-        at = np.arange(ends[-1] if len(ends) else 0)
-        symbols: NDArray[np.uint16] = flat[at + np.repeat(begins[tokens] - (ends - sizes), sizes)]
-        return symbols
+            found = [np.array(encoding.ids, dtype) for encoding in encodings]
+        end = np.array([self.end], dtype)
+        parts = [part for tokens in found for part in (tokens, end)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text to show: undecodable bytes as U+FFFD, the end of a document as an empty line."""
-        symbols = self.symbols(np.array([t for t in tokens if t < self.vocab_size], np.int64))
-        parts = np.split(symbols, np.flatnonzero(symbols == END))
-        texts = [part[part != END].astype(np.uint8).tobytes() for part in parts]
-        return b"\n\n".join(texts).decode("utf-8", "replace")
+        """Text to show: undecodable bytes as U+FFFD, special tokens left out."""
+        if self.engine is not None:
+            return str(self.engine.decode([*tokens]))
+        return bytes(token for token in tokens if token < END).decode("utf-8", "replace")
 
 
 def byte_tokenizer() -> Tokenizer:
     """Token i is byte i, and 256 ends a document. This needs no package."""
+    # The alphabet of byte-level BPE: visible characters stand for themselves, and the characters
+    # from U+0100 on for the other bytes, in order.
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    vocab = {chr(byte): byte for byte in visible}
+    vocab |= {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     described = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": {**level, "use_regex": False},
         "decoder": {**level, "use_regex": False},
-        "model": {"type": "BPE", "vocab": _BYTE_OF, "merges": []},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    pieces = [bytes([byte]) for byte in range(256)]
-    return Tokenizer([*pieces, b""], END, _with_end(described, END))
+    return Tokenizer([*[1] * 256, 0], END, _with_end(described, END))
 
 
 def learned_tokenizer(documents: Iterable[bytes], size: int) -> Tokenizer:
     """``size - 1`` pieces learned from the first ``LEARNED_FROM`` bytes, and a token that ends a
     document. The same documents give the same pieces."""
-    package = require("tokenizers", "data")
+    package = require("tokenizers")
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = package.decoders.ByteLevel()
@@ -191,19 +164,20 @@ def learned_tokenizer(documents: Iterable[bytes], size: int) -> Tokenizer:
     def texts() -> Iterator[str]:
         left = LEARNED_FROM
         for document in documents:
-            if left > 0:
-                yield _as_text(document)
+            if left <= 0:
+                return
+            yield _as_text(document)
             left -= len(document)
 
     tokenizer.train_from_iterator(texts(), trainer)
-    files = _with_end(json.loads(tokenizer.to_str()), tokenizer.get_vocab_size())
-    return _of_engine(package.Tokenizer.from_str(files[TOKENIZER].decode()), files)
+    return _of_files(_with_end(json.loads(tokenizer.to_str()), tokenizer.get_vocab_size()))
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:
     """``bytes``, or the tokenizer in a ``tokenizer.json`` or in the folder of one."""
+    of_bytes = byte_tokenizer()
     if name == "bytes":
-        return byte_tokenizer()
+        return of_bytes
     path = Path(name).expanduser()
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
@@ -212,16 +186,11 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
             f"path of a {TOKENIZER} or of its folder"
         )
     files = {TOKENIZER: file.read_bytes()}
-    if files[TOKENIZER] == (of_bytes := byte_tokenizer()).files[TOKENIZER]:
+    if files[TOKENIZER] == of_bytes.files[TOKENIZER]:
         return of_bytes
     beside = (file.parent / neighbour for neighbour in BESIDE)
     files |= {path.name: path.read_bytes() for path in beside if path.is_file()}
-    package = require("tokenizers", "data")
-    try:
-        engine = package.Tokenizer.from_str(files[TOKENIZER].decode())
-    except Exception as error:  # the package raises its errors as Exception itself
-        raise DataError(f"{file} cannot be read ({error})") from None
-    return _of_engine(engine, files, file)
+    return _of_files(files, str(file))
 
 
 def learned_size(name: str) -> int | None:
@@ -242,63 +211,36 @@ def vocabulary_of(name: str) -> int:
     return learned_size(name) or open_tokenizer(name).vocab_size
 
 
-def _of_engine(engine: Any, files: dict[str, bytes], file: Path | None = None) -> Tokenizer:
+def _of_files(files: dict[str, bytes], name: str = TOKENIZER) -> Tokenizer:
+    package = require("tokenizers")
+    try:
+        engine = package.Tokenizer.from_str(files[TOKENIZER].decode())
+        named = json.loads(files.get(BESIDE[0], b"{}")).get("eos_token")
+    except Exception as error:  # the package raises its errors as Exception itself
+        raise DataError(f"{name} cannot be read ({error}): copy or make it again") from None
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True  # the text of a special token in a document is just text
-    end = _end_of(engine, files, file)
-    spellings = {number: piece for piece, number in engine.get_vocab().items()}
-    added: dict[int, Any] = engine.get_added_tokens_decoder()
-    byte_level = "ByteLevel" in engine.to_str()
-    pieces = [b""] * (max(spellings) + 1)
-    for number, spelling in spellings.items():
-        if number not in added:
-            pieces[number] = _piece_bytes(spelling, byte_level)
-        elif not added[number].special:
-            pieces[number] = str(added[number].content).encode()
-    pieces[end] = b""
-    return Tokenizer(pieces, end, files, engine)
-
-
-def _as_text(document: bytes) -> str:
-    """A document as text. Bytes that are not UTF-8 become U+FFFD, also for counts of bytes."""
-    try:
-        return document.decode()
-    except UnicodeDecodeError as error:
-        text = "text is not UTF-8 (%r): such bytes are lost, each becomes U+FFFD. Convert it first"
-        part = document[max(0, error.start - 16) : error.end + 16]
-        warn_once(logger, text, part, about="not UTF-8")
-        return document.decode("utf-8", "replace")
-
-
-def _end_of(engine: Any, files: Mapping[str, bytes], file: Path | None) -> int:
-    """The token that ends a text: from the files beside a tokenizer, or a usual spelling."""
-    spellings: list[Any] = []
-    for name in BESIDE[:2]:
-        named = _json_of(files.get(name, b"{}"), name).get("eos_token")
-        spellings.append(named.get("content") if isinstance(named, dict) else named)
-    for name in ("generation_config.json", "config.json"):
-        path = None if file is None else file.parent / name
-        if path is not None and path.is_file():
-            number = _json_of(path.read_bytes(), str(path)).get("eos_token_id")
-            number = number[0] if isinstance(number, list) and number else number
-            spellings.append(engine.id_to_token(number) if isinstance(number, int) else None)
-    for spelling in [*spellings, *_ENDS]:
-        number = engine.token_to_id(spelling) if isinstance(spelling, str) else None
-        if number is not None:
-            return int(number)
-    raise DataError(
-        f"{file or TOKENIZER} does not say which token ends a text: write "
-        f'{{"eos_token": "..."}} into tokenizer_config.json beside it'
-    )
-
-
-def _json_of(data: bytes, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise DataError(f"{name} is no JSON ({error}): repair or remove it") from None
-    return value if isinstance(value, dict) else {}
+    named = named.get("content") if isinstance(named, dict) else named
+    ends = (engine.token_to_id(text) for text in (named, *_ENDS) if isinstance(text, str))
+    end = next((number for number in ends if number is not None), None)
+    if end is None:
+        raise DataError(
+            f"{name} does not say which token ends a text: write "
+            f'{{"eos_token": "..."}} into tokenizer_config.json beside it'
+        )
+    vocabulary, added = engine.get_vocab(), engine.get_added_tokens_decoder()
+    byte_level = "ByteLevel" in engine.to_str()  # then a character of a piece stands for a byte
+    lengths = [0] * (max(vocabulary.values()) + 1)
+    for piece, number in vocabulary.items():
+        if number in added:
+            lengths[number] = 0 if added[number].special else len(piece.encode())
+        elif byte_level or re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+            lengths[number] = len(piece) if byte_level else 1
+        else:
+            lengths[number] = len(piece.replace("\u2581", " ").encode())
+    lengths[end] = 0
+    return Tokenizer(lengths, int(end), files, engine)
 
 
 def _with_end(described: dict[str, Any], end: int) -> dict[str, bytes]:
@@ -313,25 +255,12 @@ def _with_end(described: dict[str, Any], end: int) -> dict[str, bytes]:
     }
 
 
-def _piece_bytes(piece: str, byte_level: bool) -> bytes:
-    if byte_level:
-        return bytes(_BYTE_OF[character] for character in piece if character in _BYTE_OF)
-    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
-    if match is not None:  # a single byte, for text that other pieces can't spell
-        return bytes([int(match[1], 16)])
-    return piece.replace("\u2581", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level BPE. Visible characters stand for themselves; the
-    characters from U+0100 on stand for the other bytes, in order."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(visible)]
-    letters = {chr(byte): byte for byte in visible}
-    return letters | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()
+def _as_text(document: bytes) -> str:
+    text = document.decode("utf-8", "replace")
+    if "\ufffd" in text:
+        words = "text is not UTF-8: each such byte becomes U+FFFD. Convert it first"
+        warn_once(logger, words, about="not UTF-8")
+    return text
 
 
 # ------------------------------------------------------------------------------ texts
@@ -349,6 +278,14 @@ class Texts:
     def has_rows(self) -> bool:
         return self.path is None or self.path.name.lower().endswith(_ROWS)
 
+    @property
+    def digest(self) -> bytes:
+        """A digest of the contents; for a dataset, of its version."""
+        if self.path is None:
+            return str(_dataset(self.name)[1]).encode()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
 
 def find_texts(sources: Sequence[str]) -> list[Texts]:
     """The files and datasets of all sources, in an order that does not depend on the file system.
@@ -359,70 +296,38 @@ def find_texts(sources: Sequence[str]) -> list[Texts]:
             found.append(Texts(source))
         elif source in ("stdlib", "stdlib+torch"):
             library = Path(sysconfig.get_paths()["stdlib"])
-            found += _python_sources("stdlib", library, _OTHER | _NOT_TEXT)
-            if not found:
-                raise DataError(
-                    f"this Python has no readable sources of its standard library in {library}: "
-                    f"name other data, for example --data 'texts/*.txt'"
-                )
+            found += _named("stdlib/", library, library.rglob("*.py"), _OTHER | _NOT_TEXT)
             spec = importlib.util.find_spec("torch") if source == "stdlib+torch" else None
             if spec is not None and spec.origin is not None:  # found without importing torch
-                found += _python_sources("torch", Path(spec.origin).parent, _OTHER)
+                torch = Path(spec.origin).parent
+                found += _named("torch/", torch, torch.rglob("*.py"), _OTHER)
         else:
-            found += _files(source)
-    places = [text.path or text.name for text in found]
-    if len(set(places)) < len(places):
-        twice = next(place for place in places if places.count(place) > 1)
-        raise DataError(f"{twice} is in several of the sources: name it once")
+            path = Path(source).expanduser()
+            matches = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+            files = [f for m in matches for f in (m.rglob("*") if m.is_dir() else [m])]
+            files = [f.absolute() for f in files if f.is_file() and f.stat().st_size]
+            # Names are relative to the nearest common folder, so that moved data are the same data.
+            above = Path(os.path.commonpath([file.parent for file in files])) if files else path
+            found += _named("", above, files)
+        if not found:
+            raise DataError(
+                f"{source!r} names no data: there is no such file or folder with text, and the "
+                f"pattern matches nothing; give a text, .jsonl or .parquet file, a folder, a "
+                f"quoted pattern, a folder of tokens, stdlib, stdlib+torch or hf:NAME"
+            )
     return found
 
 
-def _python_sources(prefix: str, folder: Path, without: set[str]) -> list[Texts]:
-    named = []
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).parts
-        if not without.intersection(parts):
-            named.append(Texts("/".join((prefix, *parts)), path, path.stat().st_size))
-    return [text for text in sorted(named, key=lambda text: (text.name, text.path)) if text.size]
-
-
-def _files(source: str) -> list[Texts]:
-    path = Path(source).expanduser()
-    matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    paths = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
-    paths = [file for file in dict.fromkeys(paths) if file.is_file() and file.stat().st_size]
-    if not paths:
-        raise DataError(
-            f"{source!r} names no data: there is no such file or folder with text, and the pattern "
-            f"matches nothing; give a text, .jsonl or .parquet file, a folder, a quoted pattern, "
-            f"a folder of tokens, stdlib, stdlib+torch or hf:NAME"
-        )
-    # Names are relative to the nearest common folder, so that moved data are the same data.
-    above = os.path.commonpath([file.parent.absolute() for file in paths])
-    named = [(file.absolute().relative_to(above).as_posix(), file) for file in paths]
-    return [Texts(name, file, file.stat().st_size) for name, file in sorted(named)]
-
-
-def _below(folder: Path) -> list[Path]:
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return files
-
-
-def digest_of(texts: Sequence[Texts]) -> str:
-    """The sha256 of names, sizes and contents."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(f"{text.name}\0{text.size}\0".encode())
-        if text.path is None:
-            digest.update(_dataset(text.name)[1].encode())
-            continue
-        with text.path.open("rb") as file:
-            while data := file.read(CHUNK):
-                digest.update(data)
-    return digest.hexdigest()
+def _named(
+    prefix: str, above: Path, files: Iterable[Path], without: Iterable[str] = ()
+) -> list[Texts]:
+    """Texts by their names below a folder, without hidden files and these folders."""
+    texts = []
+    for file in dict.fromkeys(files):
+        parts = file.relative_to(above).parts
+        if not any(part.startswith(".") or part in without for part in parts):
+            texts.append(Texts(prefix + "/".join(parts), file, file.stat().st_size))
+    return sorted((text for text in texts if text.size), key=lambda text: text.name)
 
 
 def held_out_files(texts: Sequence[Texts], fraction: float) -> set[str]:
@@ -438,84 +343,62 @@ def held_out_files(texts: Sequence[Texts], fraction: float) -> set[str]:
     return held if size >= 0.5 * wanted else set()
 
 
-def documents_of(text: Texts, column: str) -> Iterator[tuple[bytes, int]]:
-    """The documents of a text, and the bytes on the disk that each takes."""
-    if text.path is None:
-        yield from ((data, 0) for data in _strings(_dataset(text.name)[0], column, text.name))
-    elif text.path.name.lower().endswith(".parquet"):
-        package = require("datasets", "data")
-        options: dict[str, Any] = {"data_files": [str(text.path)], "streaming": True}
-        rows = package.load_dataset("parquet", split="train", **options)
-        groups = _strings(rows, column, str(text.path))
-        yield from ((data, len(data)) for data in groups)
-    elif text.has_rows:
-        yield from _lines(text.path, column)
-    else:
+def documents_of(text: Texts, column: str) -> Iterator[bytes]:
+    """The documents of a text."""
+    if text.path is not None and not text.has_rows:
         data = text.path.read_bytes()
-        if data.startswith(_PACKED) or b"\0" in data[:8192]:
+        if b"\0" in data[:8192]:
             raise DataError(
                 f"{text.path} is no text in UTF-8 (compressed, or binary): leave it out, or name "
                 f"the text files with a pattern"
             )
-        yield data, len(data)
+        yield data
+        return
+    for row in _rows(text):
+        found = row.get(column, row) if isinstance(row, dict) else row
+        if found is not None and not isinstance(found, str):
+            keys = f"keys: {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
+            raise DataError(
+                f"{text.path or text.name}: no text under {column!r} ({keys}): name the key of the "
+                f"text with --column"
+            )
+        if found:
+            yield found.encode("utf-8", "replace")
 
 
-def _lines(path: Path, column: str) -> Iterator[tuple[bytes, int]]:
-    packed = path.suffix == ".gz"
-    try:
-        with gzip.open(path) if packed else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    for data in _strings([json.loads(line)], column, where):
-                        yield data, len(line)
-    except (ValueError, EOFError, zlib.error, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} cannot be read ({error}): repair it, or copy it again") from None
+def _rows(text: Texts) -> Iterator[Any]:
+    if text.path is None:
+        yield from _dataset(text.name)[0]
+    elif text.path.suffix.lower() == ".parquet":
+        options: dict[str, Any] = {"data_files": [str(text.path)], "streaming": True}
+        yield from require("datasets").load_dataset("parquet", split="train", **options)
+    else:
+        try:
+            with (
+                gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as file
+            ):
+                for line in file:
+                    if line.strip():
+                        yield json.loads(line)
+        except (ValueError, OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{text.path} cannot be read ({error}): copy it again") from None
 
 
 def _dataset(spec: str) -> tuple[Any, str]:
     """The rows of a dataset as a stream, and a digest of its files."""
-    name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
-    if not name or any(rest):
-        raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
-    package = require("datasets", "data")
+    name, config, split, *_ = [*spec.removeprefix("hf:").split(":"), "", ""]
+    package = require("datasets")
     try:
         builder = package.load_dataset_builder(name, config or None)
-        rows = builder.as_streaming_dataset(split=split or "train")
+        return builder.as_streaming_dataset(split=split or "train"), str(builder.hash)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{spec!r} could not be opened ({str(error).splitlines()[0]}): check the name, the "
             f"configuration, the split and the network"
         ) from error
-    return rows, str(builder.hash)
-
-
-def _strings(rows: Iterable[Any], column: str, where: str) -> Iterator[bytes]:
-    """The texts of rows that have any."""
-    for row in rows:
-        text = row.get(column, row) if isinstance(row, dict) else row
-        if text is not None and not isinstance(text, str):
-            keys = f"keys: {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
-            raise DataError(
-                f"{where}: no text under {column!r} ({keys}): name the key of the text with "
-                f"--column"
-            )
-        if text:
-            yield text.encode("utf-8", "replace")
 
 
 # ------------------------------------------------------------------------------ making tokens
-
-
-def cache_folder() -> Path:
-    """Where token files are kept that no ``--out`` names. It may be deleted at any time."""
-    try:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # a user without a home
-        raise DataError("there is no home for a cache: set XDG_CACHE_HOME to a folder") from None
-    return place / "shardwise" / "tokens"
 
 
 def make_tokens(
@@ -530,7 +413,7 @@ def make_tokens(
 
     Args:
         out: a folder that does not exist yet, is empty, or holds the same tokens; ``None``: a
-            folder of the cache.
+            folder of the cache (``$XDG_CACHE_HOME``), which may be deleted at any time.
         column: the key or column of rows that holds the text.
         held_out: fraction of the text that is never trained on.
     """
@@ -538,12 +421,13 @@ def make_tokens(
         raise DataError(f"held_out={held_out}: use more than 0 and at most 0.5")
     texts, size = find_texts(sources), learned_size(tokenizer)
     codec = None if size is not None else open_tokenizer(tokenizer)
-    settings = [tokenizer if codec is None else codec.digest, held_out]
-    settings += [column] * any(text.has_rows for text in texts)
+    digests = [f"{text.name}:{text.digest.hex()}" for text in texts]
+    settings = [tokenizer if codec is None else codec.digest, column, held_out]
     if codec is None:
-        settings.append(require("tokenizers", "data").__version__)
-    key = hashlib.sha256(json.dumps([digest_of(texts), *settings]).encode()).hexdigest()
-    folder = out or cache_folder() / key[:24]
+        settings.append(require("tokenizers").__version__)
+    key = hashlib.sha256(json.dumps([digests, settings]).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise/tokens"
+    folder = out or cache / key[:24]
     if (folder / INFO).is_file() and read_info(folder).key == key:
         open_tokens(folder)
         return folder
@@ -551,123 +435,104 @@ def make_tokens(
         raise DataError(f"{out} exists and holds something else: remove it, or name another place")
     held = held_out_files(texts, held_out)
 
-    def documents() -> Iterator[tuple[bytes, bool, int]]:
+    def documents() -> Iterator[tuple[bytes, bool]]:
         for text in texts:
-            for data, taken in documents_of(text, column):
-                chosen = text.name in held
-                if text.has_rows:
-                    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
-                    chosen = number < held_out * 2.0**64
-                yield data, chosen, taken
+            for data in documents_of(text, column):
+                number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+                chosen = number < held_out * 2.0**64 if text.has_rows else text.name in held
+                yield data, chosen
 
     with whole_folder(folder) as partial:
         if codec is None:
             assert size is not None
-            codec = learned_tokenizer((data for data, chosen, _ in documents() if not chosen), size)
+            codec = learned_tokenizer((data for data, chosen in documents() if not chosen), size)
         for name, contents in codec.files.items():
             (partial / name).write_bytes(contents)
-        writer = TokenWriter(partial, codec.vocab_size)
-        label = f"tokens of {sources[0]}" + f" and {len(sources) - 1} more" * (len(sources) > 1)
-        _encode_all(documents(), codec, writer, label, sum(text.size for text in texts))
-        tokens = writer.join()
-        cut = writer.counts[0]
-        if len(tokens) - cut < 2:
-            cut = tail_begins(len(tokens), min(held_out, MOST_HELD_OUT / max(1, len(tokens))))
-        train, scored = tokens[:cut], tokens[cut:]
-        if min(len(train), len(scored)) < 2 or not codec.num_bytes(scored[1:]):
+        total = sum(text.size for text in texts)
+        counts, references = _encode_all(documents(), codec, partial / TOKENS, total)
+        begins, count = counts[0], sum(counts)
+        if counts[1] < 2:
+            begins = tail_begins(count, min(held_out, MOST_HELD_OUT / max(1, count)))
+        if min(begins, count - begins) < 2:
             raise DataError(
-                f"{', '.join(sources)}: {len(train)} tokens to train on and {len(scored)} held "
-                f"out are too few: give more text, or a larger --held-out"
+                f"{', '.join(sources)}: {begins} tokens to train on and {count - begins} held out "
+                f"are too few: give more text, or a larger --held-out"
             )
-        writer.describe(
-            held_out_begins=cut,
-            end_token=codec.end,
-            train_bytes=codec.num_bytes(train),
-            held_out_bytes=codec.num_bytes(scored),
-            tokenizer=codec.digest,
-            key=key,
-            source=",".join(sources),
-            references=references_of(codec, train, scored),
-            token_bytes=codec.lengths.tolist(),
-        )
+        described: dict[str, Any] = {"end_token": codec.end, "tokenizer": codec.digest, "key": key}
+        described |= {"source": ",".join(sources), "references": references}
+        describe(partial, codec.vocab_size, begins, codec.lengths, **described)
     return folder
 
 
 def _encode_all(
-    documents: Iterator[tuple[bytes, bool, int]],
-    codec: Tokenizer,
-    writer: TokenWriter,
-    label: str,
-    total: int,
-) -> None:
-    """Encode all documents, in batches, with a progress bar on a terminal."""
+    documents: Iterator[tuple[bytes, bool]], codec: Tokenizer, file: Path, total: int
+) -> tuple[list[int], dict[str, float]]:
+    """Write the tokens of all documents, those held out last, with a progress bar on a terminal.
+    Return the number of tokens of both parts, and the figures of simple models."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=16), DownloadColumn(), TextColumn("{task.fields[made]} tokens"))
     console = Console(stderr=True)
-    batches: tuple[list[bytes], list[bytes]] = ([], [])  # to train on, held out
-    sizes = [0, 0]
+    columns = (BarColumn(bar_width=16), DownloadColumn(), TimeRemainingColumn(compact=True))
+    waiting: tuple[list[bytes], list[bytes]] = ([], [])  # documents to train on, held out
+    sizes, counts, texts = [0, 0], [0, 0], (bytearray(), bytearray())
+    held: list[Tokens] = []
 
-    def encode(held_out: bool) -> None:
-        writer.add(codec.encode(batches[held_out]), held_out=held_out)
-        batches[held_out].clear()
-        sizes[held_out] = 0
+    with (
+        file.open("wb") as out,
+        Progress("tokens", *columns, console=console, disable=not console.is_terminal) as progress,
+    ):
 
-    with Progress(
-        TextColumn("{task.description}"),
-        *columns,
-        TimeRemainingColumn(compact=True),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        bar = progress.add_task(label, total=total or None, made="0")
-        for data, chosen, taken in documents:
-            part = chosen and writer.counts[1] < MOST_HELD_OUT
-            batches[part].append(data)
+        def encode(part: int) -> None:
+            tokens = codec.encode(waiting[part])
+            if part:
+                held.append(tokens)
+            else:
+                tokens.tofile(out)
+            counts[part] += len(tokens)
+            waiting[part].clear()
+            sizes[part] = 0
+
+        bar = progress.add_task("", total=total or None)
+        for data, chosen in documents:
+            part = int(chosen and counts[1] < MOST_HELD_OUT)
+            waiting[part].append(data)
             sizes[part] += len(data)
+            if len(texts[part]) < REFERENCE:
+                texts[part].extend(data + b"\0")
             if sizes[part] >= BATCH:
                 encode(part)
-            progress.update(bar, advance=taken, made=f"{sum(writer.counts):,}")
-        encode(False)
-        encode(True)
+            progress.update(bar, advance=len(data))
+        encode(0)
+        encode(1)
+        for tokens in held:
+            tokens.tofile(out)
+    train, scored = map(bytes, texts)
+    cut = len(train) if scored else int(0.95 * len(train))
+    return counts, references_of(train[:cut], scored or train[cut:])
 
 
-# ------------------------------------------------------------------------------ references
+def references_of(train: bytes, held_out: bytes) -> dict[str, float]:
+    """Bits per byte of simple models on the held-out text, to compare a loss with.
 
-_MOST = 16 << 20  # symbols to count, about: more would take seconds
-
-
-def references_of(codec: Tokenizer, train: Tokens, held_out: Tokens) -> dict[str, float]:
-    """Bits per byte of simple models on the held-out text, to compare a loss with. As in the figure
-    of the trained model, ends of documents are predicted, but do not count as bytes.
-
-        unigram   a model that knows the frequencies of bytes in the training text
-        bigram    a model that also knows the byte before, backed off to the unigram
-        zlib      the held-out text compressed at level 9
+    unigram   a model that knows the frequencies of bytes in the training text
+    bigram    a model that also knows the byte before, backed off to the unigram
+    zlib      the held-out text compressed at level 9
     """
-    most = int(_MOST / max(1.0, codec.num_bytes(held_out) / len(held_out)))  # tokens
-    symbols = codec.symbols(held_out[:most])
-    num_bytes = int(np.count_nonzero(symbols != END))
-    pairs, tested = count_pairs(codec.symbols(train[:most])), count_pairs(symbols)
-
-    single = pairs.sum(0) + 1.0  # one more of every symbol, so that no probability is 0
-    single /= single.sum()
-    before = pairs.sum(1, keepdims=True)
-    double = (pairs + single) / (before + 1.0)
-
-    text = symbols[symbols != END].astype(np.uint8).tobytes()
+    if len(held_out) < 2:
+        return {}
+    pairs, tested = (
+        np.bincount(
+            np.convolve(np.frombuffer(text, np.uint8), [1, 256], "valid"), minlength=1 << 16
+        )
+        .reshape(256, 256)
+        .astype(np.float64)
+        for text in (train, held_out)
+    )
+    single = (pairs.sum(0) + 1.0) / (pairs.sum() + 256.0)  # one more of each: none is impossible
+    double = (pairs + single) / (pairs.sum(1, keepdims=True) + 1.0)
     return {
-        "unigram": float(-(tested.sum(0) * np.log2(single)).sum() / num_bytes),
-        "bigram": float(-(tested * np.log2(double)).sum() / num_bytes),
-        "zlib": 8 * len(zlib.compress(text, 9)) / num_bytes,
+        "unigram": float(-(tested.sum(0) * np.log2(single)).sum() / tested.sum()),
+        "bigram": float(-(tested * np.log2(double)).sum() / tested.sum()),
+        "zlib": 8 * len(zlib.compress(held_out, 9)) / len(held_out),
     }
-
-
-def count_pairs(symbols: NDArray[np.uint16]) -> NDArray[Any]:
-    """How often symbol b follows symbol a: [257, 257]."""
-    counts = np.zeros((END + 1) ** 2, np.int64)
-    for begin in range(0, len(symbols) - 1, CHUNK):
-        chunk = symbols[begin : begin + CHUNK + 1].astype(np.int64)
-        counts += np.bincount(chunk[:-1] * (END + 1) + chunk[1:], minlength=len(counts))
-    return counts.reshape(END + 1, END + 1).astype(np.float64)

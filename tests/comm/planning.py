@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.core import comm
 from shardwise.core.placements import STRATEGIES
-from shardwise.planning.plan import Plan, plan
+from shardwise.planning.figures import Plan
+from shardwise.planning.plan import plan
 from shardwise.shard.wrap import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens

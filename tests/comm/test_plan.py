@@ -12,7 +12,8 @@ import torch
 import shardwise as sw
 from shardwise.core import comm
 from shardwise.core.division import Evenly
-from shardwise.planning.plan import Plan, plan
+from shardwise.planning.figures import Plan
+from shardwise.planning.plan import plan
 from tests.comm.planning import (
     CASES,
     FEW,

@@ -17,9 +17,11 @@ from shardwise.core import comm
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of, router
-from shardwise.planning.plan import Plan, plan
-from shardwise.train.build import build_model, build_optimizer, named_precision
+from shardwise.planning.figures import Plan
+from shardwise.planning.plan import plan
+from shardwise.train.build import build_model, build_optimizer
 from shardwise.train.config import TrainConfig
+from shardwise.train.fit import named_precision
 from shardwise.train.logs import ExpertLoad
 from tests.memory.helpers import Books
 from tests.models import mesh_of

@@ -22,8 +22,8 @@ from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.planning.activations import WORKSPACE, Follower
-from shardwise.planning.plan import Plan, plan
-from shardwise.planning.suggest import largest
+from shardwise.planning.figures import Plan
+from shardwise.planning.plan import plan
 from shardwise.words import count_text
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
@@ -103,8 +103,8 @@ def test_what_one_can_count() -> None:
 def test_workspaces_are_the_devices() -> None:
     for device, wanted in (("cpu", 0), ("cuda", WORKSPACE)):
         made = plan(gpt(), {"dp": 2}, batch=(1, 64), device=device)
-        assert made.options.workspace == wanted
-        assert plan(gpt(), {"dp": 2}, device=device).options.workspace == 0
+        assert made.workspace == wanted
+        assert plan(gpt(), {"dp": 2}, device=device).workspace == 0
 
 
 def test_attention_saves_no_matrix_of_all_pairs() -> None:
@@ -150,43 +150,7 @@ def test_the_optimizers_step_may_be_the_highest_moment() -> None:
     assert few.followed > without.followed
 
 
-# ------------------------------------------------------------------------------ what fits
-
-
-def test_the_largest_microbatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Sequences, not ranks: tests/unit/test_plan.py doubles these until they fit, and beyond.
-    monkeypatch.setattr("shardwise.planning.suggest.MAX_RANKS", 4)
-    options: Any = {"precision": BF16, "optimizer": "muon"}
-    model = gpt(num_layers=1)
-    room = plan(model, {"dp": 2}, batch=(21, 64), **options).total
-    for asked in (1, 40):
-        made = plan(model, {"dp": 2}, batch=(asked, 64), memory=room, **options)
-        assert made.largest == 21 and made.fits == (asked == 1)
-        assert "21 x 64 tokens" in str(made)
-    assert made.suggestions[0] == "use microbatches of at most 21 x 64 tokens: fits"
-    assert plan(model, {"dp": 2}, batch=(1, 64), memory=1000, **options).largest == 0
-
-
-def test_few_counts_are_tried() -> None:
-    tried = []
-
-    def total(count: int) -> int:
-        tried.append(count)
-        return max(1000 + 10 * count, 37 * count)
-
-    assert largest(total, 100_000, 7) == 2702
-    assert len(tried) <= 8
-    assert largest(total, 1005, 9) == 0 and largest(total, 1010, 9) == 1
-
-
-def test_the_command_says_that_a_recipe_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "gpt_124m", "--ranks", "1", "--memory"]
-    assert run([*words, "139GiB"]) == 3
-    said = capsys.readouterr().out
-    assert "activations of 512 x 1024 tokens" in said and "does not fit 139 GiB" in said
-    assert "use microbatches of at most " in said
-    assert run([*words, "139GiB", "--sequences", "8"]) == 0
-    assert "fits 139 GiB per rank" in capsys.readouterr().out
+# ------------------------------------------------------------------------------ the command
 
 
 RECIPES = """

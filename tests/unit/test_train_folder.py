@@ -78,8 +78,8 @@ def test_a_run_never_lands_in_another() -> None:
         resolve(Request(out="runs/default"))
     assert resolve(Request(out="runs/default-2")).checkpoint is None, "it was never saved"
     Path("file").touch()
-    with pytest.raises(ValueError, match="is a file"):
-        resolve(Request(out="file"))
+    with pytest.raises(ValueError, match="--out file cannot be written to"):
+        claim(Request(out="file"))
 
 
 def test_the_newest_run_is_the_one_that_wrote_last() -> None:
@@ -99,7 +99,7 @@ def test_what_cannot_be_resumed_says_why(here: Path) -> None:
     with pytest.raises(ValueError, match="not inside the folder of a run"):
         find_resume("default", None, "empty")
     with pytest.raises(ValueError, match="manifest"):
-        find_resume("default", "out", "empty")
+        resolve(Request(out="out", resume="empty"))
     damaged = killed_in(Path("runs/default"))
     (damaged / "checkpoints" / "step-000001").mkdir()
     for resume, said in ((None, "holds a run already"), ("latest", "no valid checkpoint")):
@@ -135,9 +135,7 @@ def test_flags_change_a_resumed_run_unless_they_cannot() -> None:
 
     assert resumed(lr=0.5).lr == 0.5
     saved = resumed()
-    dataclasses.replace(saved, warmup=9).check_resume(saved, step=1)
-    with pytest.raises(ValueError, match="cannot change to warmup=9"):
-        dataclasses.replace(saved, warmup=9).check_resume(saved, step=15)
+    dataclasses.replace(saved, warmup=9).check_resume(saved)
     for change in ({"seed": 3}, {"optimizer": "adamw"}):
         with pytest.raises(ValueError, match=rf"cannot change to {next(iter(change))}="):
             resumed(**change)
@@ -167,10 +165,9 @@ def test_restarted_ranks_find_the_run_of_their_own_launch(
     assert (found.folder, found.checkpoint) == (mine, None), "killed before its first checkpoint"
     # Somebody went back to step 1 of another run; what this launch has saved is gone on from.
     first = save(run_in(Path("first")), 1)
-    saved = save(mine, 4)
     request = Request(out=str(mine), resume=str(first))
-    with (mine / "events.jsonl").open("a") as events:
-        events.write('{"kind": "save", "step": 4}\n')
+    assert resolve(request).checkpoint == first
+    saved = save(mine, 4)
     assert resolve(request).checkpoint == saved == resolve(Request()).checkpoint
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a third")
     assert resolve(Request()).folder == Path("runs/default-3")
