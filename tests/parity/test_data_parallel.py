@@ -138,7 +138,7 @@ def test_two_axes_of_which_the_weights_are_whole(
 
 
 @on_ranks(4)
-def test_matrices_in_parts_over_more_ranks_than_there_are_matrices(
+def test_cut_matrices_over_more_ranks_than_there_are_matrices(
     rank: int, world_size: int
 ) -> None:
     expected = reference(1, width=64, depth=1)
@@ -147,7 +147,7 @@ def test_matrices_in_parts_over_more_ranks_than_there_are_matrices(
     grains = {str(item.grain) for group in buckets_of(model) for item in group.items}
     optimizer = train(model, rank, world_size, 1, alone=True)
     assert not differing(everything(model, optimizer), expected)
-    assert grains == {"tensor/4", "element"}
+    assert grains == {"row", "element"}
 
 
 @on_ranks(4)
