@@ -111,8 +111,3 @@ def raise_together(
     if found:
         kind = NotImplementedError if found[0].startswith(UNSUPPORTED) else ValueError
         raise kind(f"{what}: " + "; ".join(found))
-
-
-def differ(value: int, axis: comm.Axis) -> bool:
-    """Whether a number is not the same on all ranks of the axis."""
-    return len(set(comm.agree(value, axis))) > 1

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -160,17 +160,9 @@ def recorded(
         calls.append(Call(operation, axis, size, nbytes, None if arriving == nbytes else arriving))
 
 
-class Observer(Protocol):
-    """Is told what this rank does (``sw.debug``)."""
-
-    def issued(self, call: Call, axis: Axis) -> None:
-        """A collective comes next."""
-
-    def lacks(self, name: str) -> None:
-        """A parameter that is reduced got no gradient on this rank."""
-
-
-observer: Observer | None = None
+# Of ``sw.debug``: ``issued(call, axis)`` before each collective, ``lacks(name)`` for a parameter
+# that is reduced and got no gradient on this rank.
+observer: Any = None
 
 
 # ------------------------------------------------------------------------------ messages

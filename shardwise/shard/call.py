@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,21 +24,13 @@ from shardwise.core import comm
 from shardwise.core.compat import next_number, run_first, tree_flatten, tree_map
 
 
-class Entered(Protocol):
-    """A unit, as a call knows it."""
-
-    def enter(self, call: Call) -> None: ...
-
-    def leave(self, call: Call) -> None: ...
-
-
 class Call:
     """One forward of a unit. The graph holds it, and it holds the unit weakly."""
 
     __slots__ = ("__weakref__", "begun", "gated", "unit", "writes")
 
-    def __init__(self, unit: Entered, writes: list[int]) -> None:
-        self.unit = ref(unit)
+    def __init__(self, unit: Any, writes: list[int]) -> None:
+        self.unit = ref(unit)  # which enters and leaves calls
         self.writes = writes  # how often the weights had been written that this forward reads
         self.gated = False
         self.begun = next_number()  # nodes of the graph with this number or more came after

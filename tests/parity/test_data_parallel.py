@@ -138,9 +138,7 @@ def test_two_axes_of_which_the_weights_are_whole(
 
 
 @on_ranks(4)
-def test_cut_matrices_over_more_ranks_than_there_are_matrices(
-    rank: int, world_size: int
-) -> None:
+def test_cut_matrices_over_more_ranks_than_there_are_matrices(rank: int, world_size: int) -> None:
     expected = reference(1, width=64, depth=1)
     model = sw.data_parallel(make_model(64, 1), mesh=mesh_of(world_size), bucket_mb=CUT)
     model.set_gradient_divide_factor(4.0)

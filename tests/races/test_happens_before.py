@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.checkpoint.pieces import Staging
+from shardwise.checkpoint.dividing import Staging
 from shardwise.checkpoint.saving import take_snapshot
 from shardwise.core.agreement import all_ranks
 from shardwise.shard.gradient import Gradients
