@@ -226,10 +226,12 @@ def write_and_publish(
     A rank that fails makes every rank fail."""
     try:
         began = time.monotonic()
-        name = rank_file(attempt.rank)
-        file = write_tensors(
-            attempt.folder / name, tensors, {VALUES: snapshot.rank_values.decode()}
-        )
+        place = attempt.folder / rank_file(attempt.rank)
+        try:
+            file = write_tensors(place, tensors, {VALUES: snapshot.rank_values.decode()})
+        except OSError as error:  # Python names no file where an open one can't grow
+            error.filename = error.filename or str(place)
+            raise
         attempt.done({"file": [file.size, file.sha256], **table_to_json(snapshot.described)})
         if attempt.rank != 0:
             return attempt.outcome()

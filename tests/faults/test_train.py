@@ -325,7 +325,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: P
 def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
     """The last rank cannot make the file by which it would tell the others."""
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
-    nowhere = mock.patch.object(Attempt, "_mark", Path("/proc/nowhere/mark"))
+    nowhere = mock.patch.object(Attempt, "_done", Path("/proc/nowhere/done"))
     try:
         with nowhere if rank == world_size - 1 else contextlib.nullcontext():
             trainer.run()
