@@ -91,9 +91,11 @@ def describe(model: nn.Module) -> str:
             for index, (item, parameter) in enumerate(zip(group.items, group.sharded, strict=True)):
                 low, high, *_ = main.pieces[index]
                 frozen = "" if parameter.requires_grad else ", frozen"
+                tile = group.tiles[index]
+                whole = "" if tile is None else f" of {list(tile.shape)} {tile.placements}"
                 lines.append(
-                    f"    {names.get(id(parameter), item.name)} {list(item.shape)} by {item.grain}:"
-                    f" elements {low} to {high} here{frozen}"
+                    f"    {names.get(id(parameter), item.name)} {list(item.shape)}{whole} by "
+                    f"{item.grain}: elements {low} to {high} here{frozen}"
                 )
             lines += ["    | " + row for row in layout.picture().splitlines()]
     return "\n".join(lines)

@@ -91,8 +91,8 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
 def evenly(scores: Tensor, count: int) -> Tensor:
     """In the place of the best: every expert is chosen as often as any other."""
     tokens, experts = scores.shape
-    first = torch.arange(tokens)[:, None] * count
-    return (first + torch.arange(count)) % experts
+    first = torch.arange(tokens, device=scores.device)[:, None] * count
+    return (first + torch.arange(count, device=scores.device)) % experts
 
 
 def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:

@@ -99,14 +99,14 @@ FAULTS = {
     ),
     "Muon moves matrices that have no gradient": (
         "optim/matrix_group.py",
-        "for numbers, step in self._alike(now, spans):\n            written, weights",
+        "for numbers, step in self._alike(now, spans):\n            weights = []",
         "for numbers, step in self._alike(now._replace(given=[True] * 99), spans):\n"
-        "            written, weights",
+        "            weights = []",
     ),
     "hsdp: a norm counts every replica": (
         "optim/gradients.py",
-        "return state_cut(parameter).axes",
-        "return parameter.cut.ranks.axes",
+        "axes, others = state_cut(parameter).axes,",
+        "axes, others = parameter.cut.ranks.axes,",
     ),
     "experts over ranks: gradients are divided by the ranks that hold them": (
         "shard/fully_shard.py",

@@ -312,7 +312,7 @@ def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_si
         (wrapped, "fully_shard already"),
         (over_dp, "Expected Replicate on axis 'dp'"),
         (unnamed, "name the axes"),
-        (experts, "'weight' holds experts and is a DTensor over .*leave them out of parallelize"),
+        (experts, "'weight' holds experts and is a DTensor over .*not cut by parallelize"),
     ):
         with pytest.raises(ValueError, match=why):
             sw.fully_shard(module, mesh=mesh)

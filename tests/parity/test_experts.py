@@ -216,7 +216,7 @@ def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) ->
     sw.fully_shard(net.moe.experts, mesh=mesh, placements=placements)
     sw.fully_shard(net, mesh=mesh, placements=placements)
     x, target = batch(world_size)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (net, plain)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.005) for model in (net, plain)]
     for _ in range(2):
         for micro in range(2):
             net.set_is_last_backward(micro == 1)  # type: ignore[operator]

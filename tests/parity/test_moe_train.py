@@ -121,15 +121,9 @@ def test_every_option_of_the_experts_together_learns_like_none(tmp_path: Path) -
     assert sum(p.numel() for p in whole.parameters()) == EVERYTHING.num_parameters
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"ep": 3}, "ep=3 does not divide the 4 experts"),
-        ({"ep": 2, "model": GPTConfig()}, "the model has none"),
-    ],
-)
-def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValueError, match=part):
+@pytest.mark.parametrize("changes", [{"ep": 3}, {"ep": 2, "model": GPTConfig()}])
+def test_what_cannot_be_spread_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"ep={changes['ep']}"):
         TrainConfig(**({"model": MODEL} | changes))
     with pytest.raises(ValueError, match=r"ep=4 does not divide the 6 ranks"):
         TrainConfig(model=MODEL, ep=4).expert_mesh_shape(6)

@@ -206,7 +206,9 @@ def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
 def test_every_grain_trains_to_the_same_bits() -> None:
     for rows, elements, tensors, _ in run_ranks(check_any_grain, ordered_ranks(3)):
         assert rows and all(rows) and all(tensors)
-        assert not all(elements), "blocks cut by elements travel as bf16"
+        assert ranks_device() == "cuda" or not all(elements), (
+            "blocks cut by elements travel as bf16"
+        )
 
 
 # ----------------------------------------------------------------------------------- data_parallel

@@ -128,4 +128,5 @@ def test_a_split_within_tiles(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for (name, mine), its in zip(ours[0].named_parameters(), alone[0].parameters(), strict=True):
-        assert torch.allclose(whole(mine), its, atol=2e-4), name
+        near = 2e-4 if mine.device.type == "cpu" else 2e-3  # a GPU orthogonalises in 16 bits
+        assert torch.allclose(whole(mine), its, atol=near), name

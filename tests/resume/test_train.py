@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from shardwise.report.html import write_report
 from shardwise.train import loop
 from shardwise.train.loop import Trainer
+from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, inside, make_trainer, values_of, write_text
 
+NEAR = 1e-4 if ranks_device() == "cpu" else 2e-2  # a GPU orthogonalises in 16 bits
 Seen = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -110,11 +112,7 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     assert "gathered in backward" in page
     narrow = {"precision": "mxfp8", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
-        assert (
-            "none of the" in said
-            and "can be stored in this format" in said
-            and "multiples of 32" in said
-        )
+        assert "mxfp8" in said and "multiples of 32" in said
 
 
 def test_with_a_mixture_of_many_short_documents_and_a_cosine(tmp_path: Path) -> None:
@@ -247,5 +245,5 @@ def test_another_number_of_ranks_neither_repeats_nor_skips(tmp_path: Path) -> No
         assert len(trained) == 8 * 12 and len(set(trained)) == len(trained)
         # The same steps, summed by other ranks in another order: near, not equal.
         far, near = losses(whole), losses(out)
-        assert all(near[step][0] == pytest.approx(far[step][0], abs=1e-4) for step in near)
+        assert all(near[step][0] == pytest.approx(far[step][0], abs=NEAR) for step in near)
         assert sorted(near) == [5, 6, 7, 8]

@@ -146,7 +146,7 @@ def test_fused_passes() -> None:
 
 def test_fp8_in_blocks_of_128() -> None:
     pointers = {"x_ptr": "*i32", "codes_ptr": "*i16", "turned_ptr": "*i32"}
-    pointers |= {"turned_scales_ptr": "*fp32", "largest_ptr": "*i32", "tiles_ptr": "*i64"}
+    pointers |= {"turned_scales_ptr": "*fp32", "tiles_ptr": "*i64"}
     # Which planes, whether the turned one is in squares, rounding up, whether tokens fill tiles,
     # whether features do not.
     for rows, columns, square, rceil, even, ragged in (
@@ -160,19 +160,16 @@ def test_fp8_in_blocks_of_128() -> None:
         constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
         constants |= {"native": True, "even": even, "ragged": ragged}
         check(compiled(fp8_codes._quantise_kernel, constants, pointers), products=False)
-    # One matrix, a list of tiles, the two passes over a list whose tiles share scales; both of
-    # partial tiles.
-    for listed, measures, shared, wide, ragged in (
-        (False, False, False, True, False),
-        (True, False, False, False, False),
-        (True, True, False, True, False),
-        (True, False, True, True, False),
-        (False, False, False, False, True),
-        (True, False, False, True, True),
+    # One matrix, and a list of tiles; both of partial tiles.
+    for listed, wide, ragged in (
+        (False, True, False),
+        (True, False, False),
+        (False, False, True),
+        (True, True, True),
     ):
-        constants = {"listed": listed, "measures": measures, "shared": shared, "wide": wide}
+        constants = {"listed": listed, "wide": wide, "rceil": not ragged}
         types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
-        constants |= {"rceil": shared, "native": True, "ragged": ragged}
+        constants |= {"native": True, "ragged": ragged}
         check(compiled(fp8_codes._encode_kernel, constants, types), products=False)
     pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
     for ragged in (False, True):
