@@ -139,17 +139,17 @@ def test_llama_pads_little_for_every_number_of_ranks() -> None:
             for bucket in matrices
         ]
         assert sum(map(len, sizes)) == 7 * 32
-        assert padding(matrices) <= 1 / WHOLE_PADDING, dp
+        assert padding(matrices) <= 0.03, dp
         assert padding(rest) <= 0.001 or len(rest[0].members) == 65, dp  # norms alone
         assert len(matrices) >= (MANY_BUCKETS if dp <= 16 or dp > 66 else 2), dp
         assert max(map(sum, sizes)) <= LARGEST_WHOLE * total, dp
-        if dp <= 33 or dp == 64:  # others would pad more than 1/32, or one bucket have too much
+        if dp <= 65 and dp not in (47, 49, 62):  # these would pad more than 1/32
             assert holders(matrices) == {1: 224}, f"every matrix is whole at {dp}"
             late = sum(sizes[-1])
-            assert late <= (0.3 if dp <= 32 else 0.5) * total, f"overlap at {dp}"
+            assert late <= (0.25 if dp <= 32 else 0.5) * total, f"overlap at {dp}"
 
 
-@pytest.mark.parametrize("dp", [2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 19, 26])
+@pytest.mark.parametrize("dp", [2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 19, 21, 26, 35])
 def test_a_small_model_is_whole_by_default(dp: int) -> None:
     """112 matrices of two sizes, of which the larger is 2.75 of the smaller, and no embedding."""
     shapes = [(5632, 2048), (5632, 2048), (2048, 5632), *[(2048, 2048)] * 4]
@@ -175,7 +175,7 @@ def test_llama_pads_nothing_for_powers_of_two(dp: int) -> None:
 def test_mixtures_of_experts_pad_little(weights: list, dp: int) -> None:  # type: ignore[type-arg]
     matrices, rest = buckets_of(weights, dp)
     assert padding(matrices) <= 0.03
-    assert padding(rest) <= 0.01
+    assert padding(rest) <= 0.001
     assert len(matrices) >= MANY_BUCKETS
 
 
@@ -194,7 +194,7 @@ def test_small_buckets_instead_of_whole_matrices() -> None:
     costs = [price(item.shape) for item in items]
     for dp in (16, 64, 128):
         buckets = plan_matrices(items, costs, dp, BUCKET, grain=ROW)
-        assert len(buckets) >= MANY_BUCKETS and padding(buckets) < 0.002
+        assert len(buckets) >= MANY_BUCKETS and padding(buckets) < 0.001
         assert max(bucket.layout.numel for bucket in buckets) <= LARGEST_BUCKET * BUCKET
 
 
@@ -229,10 +229,16 @@ def test_small_matrices_are_whole_however_small_a_bucket(bucket_size: int) -> No
         assert len(buckets) == 8 // num_shards, "a row each"
 
 
-def test_more_ranks_than_matrices_share_them_by_rows() -> None:
-    buckets = plan(layers(4, [(1024, 1024)]), 16, 1 << 20)
-    assert padding(buckets) == 0 and holders(buckets) == {16: 4} and len(buckets) == 4
-    assert {item.grain for bucket in buckets for item in bucket.layout.items} == {ROW}
+def test_more_ranks_than_matrices_share_them_in_equal_parts() -> None:
+    """4 matrices of 64 rows over 16 shards: 4 parts each, and a bucket for each two of them."""
+    buckets = plan(layers(4, [(64, 64)]), 16, 1 << 12)
+    assert padding(buckets) == 0
+    for bucket in buckets:
+        for index, item in enumerate(bucket.layout.items):
+            parts = 16 // len(bucket.layout.items)
+            assert item.grain == tensor_fraction(parts)
+            pieces = [bucket.layout.piece(index, shard) for shard in bucket.layout.holders(index)]
+            assert [hi - lo for lo, hi in pieces] == [item.numel // parts] * parts
 
 
 def test_stacks_of_experts_are_cut_between_matrices() -> None:
