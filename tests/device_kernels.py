@@ -151,7 +151,7 @@ def check_preset(name: str, rows: int, columns: int) -> None:
         assert found.shape == batch.shape and not found[2].any()
         rotation, gains = quality(found[0].double(), u.cuda(), v.cuda())
         # Small singular values of square matrices lose more in a Gram matrix of 16 bits.
-        most = 0.03 if rows == columns else 0.02
+        most = 0.03 if name == "polar_express" and rows == columns else 0.02
         assert rotation < most, f"{kind}: rotation {rotation:.4f}"
         low, high = band(polynomial, singular_values(kind, rows, columns))
         outside = torch.maximum(low.cuda() - gains, gains - high.cuda()).max()
