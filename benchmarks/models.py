@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import shardwise as sw
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -87,7 +89,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down(functional.silu(self.gate(x)) * self.up(x)))
+        return sw.swiglu_mlp(x, self.gate, self.up, self.down)
 
 
 class Block(nn.Module):

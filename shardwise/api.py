@@ -20,6 +20,7 @@ from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
 from shardwise.planning.plan import plan
 from shardwise.precision import Precision
+from shardwise.precision.fp8_swiglu import swiglu_mlp
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
@@ -69,5 +70,6 @@ __all__ = [
     "rows",
     "save",
     "share_comm_ctx",
+    "swiglu_mlp",
     "zero",
 ]

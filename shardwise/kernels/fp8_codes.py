@@ -31,31 +31,26 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.launch import run
-from shardwise.kernels.mxfp8 import bf16_bits, casts_natively, scale_and_inverse, to_codes
+from shardwise.kernels.mxfp8 import bf16_bits, casts_natively, to_codes
 
 WIDE = 128
 
 
 @triton.jit
-def block_scale(largest, rceil: tl.constexpr, native: tl.constexpr = False):
+def block_scale(largest, native: tl.constexpr = False):
     """fp32 scales and their inverses, for blocks whose largest magnitudes have these bits (bf16 in
     the upper half)."""
-    if rceil:
-        byte, inverse = scale_and_inverse(largest)
-        bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
-        scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    # 0x0D800000: 2^-100. A NaN or an infinity makes the scale of its block NaN.
+    known = tl.maximum(largest, 0x0D800000).to(tl.float32, bitcast=True)
+    scale = tl.where(largest >= 0x7F800000, float("nan"), known * 0.002232142956927419)
+    if native:  # the same bits, without the check for subnormals, which do not occur
+        inverse = tl.inline_asm_elementwise(
+            "{.reg .f32 y, e; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000;"
+            " neg.f32 e, e; fma.rn.f32 $0, y, e, y;}",
+            "=f,f", [scale], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        # 0x0D800000: 2^-100. A NaN or an infinity makes the scale of its block NaN.
-        known = tl.maximum(largest, 0x0D800000).to(tl.float32, bitcast=True)
-        scale = tl.where(largest >= 0x7F800000, float("nan"), known * 0.002232142956927419)
-        if native:  # the same bits, without the check for subnormals, which do not occur
-            inverse = tl.inline_asm_elementwise(
-                "{.reg .f32 y, e; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000;"
-                " neg.f32 e, e; fma.rn.f32 $0, y, e, y;}",
-                "=f,f", [scale], tl.float32, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return scale, inverse
 
 
@@ -136,16 +131,16 @@ def _two(first, second, native: tl.constexpr):
 
 @triton.jit
 def _write_rows(
-    a, b, ptr, place, step, inside, scales_ptr, rceil: tl.constexpr, native: tl.constexpr
+    a, b, ptr, place, step, inside, scales_ptr, native: tl.constexpr
 ):  # fmt: skip
     """Write codes and scales of two rows; returns their largest magnitudes as one word, which
     halves the exchanges between threads."""
     even, odd = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
     largest = _largest(_larger(even, odd, native), 1, native)
-    scale, inverse = block_scale((largest << 16) & 0x7FFF0000, rceil, native)
+    scale, inverse = block_scale((largest << 16) & 0x7FFF0000, native)
     tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native), mask=inside)
     tl.store(scales_ptr, scale)
-    scale, inverse = block_scale(largest & 0x7FFF0000, rceil, native)
+    scale, inverse = block_scale(largest & 0x7FFF0000, native)
     tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native), mask=inside)
     tl.store(scales_ptr + 1, scale)
     return largest
@@ -161,8 +156,8 @@ def _turned(a, b, c, d, inverse, native: tl.constexpr):
 @triton.jit
 def write_tile(
     a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, total,
-    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr, pairs=64, ragged: tl.constexpr = False,
+    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, native: tl.constexpr,
+    pairs=64, ragged: tl.constexpr = False,
 ):  # fmt: skip
     """Write planes of a tile that :func:`load_tile` returned; ``rows`` and ``columns`` choose them.
     If ``ragged``, the tile has ``pairs`` pairs of features."""
@@ -174,16 +169,16 @@ def write_tile(
         scales_ptr += strip.to(tl.int64) * padded + band * 128 + 4 * quad
         step = total // 2
         place = 4 * quad * step + pair
-        left = _write_rows(a, b, codes_ptr, place, step, inside, scales_ptr, rceil, native)
+        left = _write_rows(a, b, codes_ptr, place, step, inside, scales_ptr, native)
         place += 2 * step
-        right = _write_rows(c, d, codes_ptr, place, step, inside, scales_ptr + 2, rceil, native)
+        right = _write_rows(c, d, codes_ptr, place, step, inside, scales_ptr + 2, native)
     if columns:
         quarter = padded // 4
         turned_ptr += strip.to(tl.int64) * 128 * quarter + band * 32
         if square:
             words = _largest(_larger(left, right, native), 0, native)
             words = _larger(words, words >> 16, False)
-            scale, first = block_scale(words << 16, rceil, native)
+            scale, first = block_scale(words << 16, native)
             second = first
             corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
             tl.store(turned_scales_ptr + corner, scale)
@@ -191,9 +186,9 @@ def write_tile(
             words = _larger(_larger(a, b, native), _larger(c, d, native), native)
             words = _largest(words, 0, native)
             turned_scales_ptr += band.to(tl.int64) * total + strip * 128 + 2 * pair
-            scale, first = block_scale((words << 16) & 0x7FFF0000, rceil, native)
+            scale, first = block_scale((words << 16) & 0x7FFF0000, native)
             tl.store(turned_scales_ptr, scale, mask=inside)
-            scale, second = block_scale(words & 0x7FFF0000, rceil, native)
+            scale, second = block_scale(words & 0x7FFF0000, native)
             tl.store(turned_scales_ptr + 1, scale, mask=inside)
         at = tl.trans(2 * pair * quarter) + tl.trans(quad)
         inside = tl.trans(pair) < pairs if ragged else None
@@ -206,8 +201,8 @@ def write_tile(
 @triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features,
-    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
-    native: tl.constexpr, even: tl.constexpr, ragged: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, native: tl.constexpr,
+    even: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
     strips, stride = tl.cdiv(features, 128), features // 2
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
@@ -216,7 +211,7 @@ def _quantise_kernel(
     a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even, pairs, ragged)
     write_tile(
         a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
-        features, rows, columns, square, rceil, native, pairs, ragged,
+        features, rows, columns, square, native, pairs, ragged,
     )  # fmt: skip
 
 
@@ -237,8 +232,7 @@ def to_words(first, second, native: tl.constexpr):
 @triton.jit
 def _encode_kernel(
     x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, rows, columns, stride,
-    listed: tl.constexpr, wide: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr,
-    ragged: tl.constexpr,
+    listed: tl.constexpr, wide: tl.constexpr, native: tl.constexpr, ragged: tl.constexpr,
 ):  # fmt: skip
     """Two neighbours of a row are read together, and their codes written."""
     tile = tl.program_id(0)
@@ -266,7 +260,7 @@ def _encode_kernel(
         words = to_words(first, second, native)
     largest = _largest(_largest(words, 1, native), 0, native)
     largest = (_larger(largest, largest >> 16, False) & 0x7FFF) << 16
-    scale, inverse = block_scale(largest, rceil, native)
+    scale, inverse = block_scale(largest, native)
     codes = _two(low(words) * inverse, high(words) * inverse, native)
     tl.store(codes_ptr + into // 2 + place, codes, mask=inside)
     tl.store(scales_ptr + number + one, scale)
@@ -300,7 +294,6 @@ def quantise(
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
     square: bool = False,  # of turned, with both: fp32 [features / 128, padded / 128]
-    rounding: str = "exact",
 ) -> None:
     """Fill the given planes; ``padded``: the number of tokens, rounded up to a multiple of 128."""
     assert not square or planes, "the rows find the largest magnitude of a tile"
@@ -315,7 +308,7 @@ def quantise(
         _quantise_kernel, (padded // WIDE * triton.cdiv(features, WIDE),),
         x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features,
         rows=planes is not None, columns=turned is not None, square=square,
-        rceil=rounding == "rceil", native=casts_natively(x.device), even=tokens == padded,
+        native=casts_natively(x.device), even=tokens == padded,
         ragged=features % WIDE > 0, num_warps=8 if square else 4,
     )  # fmt: skip
 
@@ -364,7 +357,6 @@ def encode(
     scales: Tensor,  # fp32 [rows / 128, columns / 128], rounded up; rows may have any stride
     *,
     tiles: Tiles | None = None,
-    rounding: str = "exact",
 ) -> None:
     """Encode one matrix, or ``tiles`` of many matrices in flat tensors."""
     if tiles is None:
@@ -379,7 +371,7 @@ def encode(
         _encode_kernel, (count,),
         _pairs(x), codes.view(torch.int16), scales, x if tiles is None else tiles.entries,
         count, rows, columns, stride,
-        listed=tiles is not None, wide=x.dtype == torch.float32, rceil=rounding == "rceil",
+        listed=tiles is not None, wide=x.dtype == torch.float32,
         native=casts_natively(x.device), ragged=ragged, num_warps=16,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@
 ::
 
     SwiGLU      gate, up            ->  h = silu(gate) · up      rows in 1x128, turned in 128x128
-    gradient    dh, gate, up        ->  dgate, dup               rows in 1x128, turned in 1x128
+    gradients   dh, gate, up        ->  dgate; dup               rows in 1x128, turned in 1x128
 
 Values are computed once, in fp32, and rounded to bf16 before they become codes.
 """
@@ -41,8 +41,7 @@ def _h(gate, up, assembly: tl.constexpr):
 @triton.jit
 def _swiglu_kernel(
     gate_ptr, up_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded,
-    features, gate_stride, up_stride, rceil: tl.constexpr, even: tl.constexpr,
-    assembly: tl.constexpr,
+    features, gate_stride, up_stride, even: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
     strips = features // 128
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
@@ -52,7 +51,7 @@ def _swiglu_kernel(
     write_tile(
         _h(gate[0], up[0], assembly), _h(gate[1], up[1], assembly), _h(gate[2], up[2], assembly),
         _h(gate[3], up[3], assembly), codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
-        strip, padded, features, True, True, True, rceil, assembly,
+        strip, padded, features, True, True, True, assembly,
     )  # fmt: skip
 
 
@@ -72,8 +71,10 @@ def _gradients(dh, gate, up, assembly: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_kernel(
-    dh_ptr, gate_ptr, up_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded,
-    features, gate_stride, up_stride, tiles, gate_first: tl.constexpr, rceil: tl.constexpr,
+    dh_ptr, gate_ptr, up_ptr,
+    gate_codes_ptr, gate_scales_ptr, gate_turned_ptr, gate_turned_scales_ptr,
+    up_codes_ptr, up_scales_ptr, up_turned_ptr, up_turned_scales_ptr,
+    tokens, padded, features, gate_stride, up_stride, tiles,
     even: tl.constexpr, assembly: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     strips, stride = features // 128, features // 2
@@ -88,49 +89,61 @@ def _swiglu_backward_kernel(
         c, c2 = _gradients(dh[2], gate[2], up[2], assembly)
         d, d2 = _gradients(dh[3], gate[3], up[3], assembly)
         write_tile(
-            a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
-            strip if gate_first else strip + strips, padded, 2 * features, True, True, False,
-            rceil, assembly,
+            a, b, c, d, gate_codes_ptr, gate_scales_ptr, gate_turned_ptr, gate_turned_scales_ptr,
+            band, strip, padded, features, True, True, False, assembly,
         )  # fmt: skip
         write_tile(
-            a2, b2, c2, d2, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band,
-            strip + strips if gate_first else strip, padded, 2 * features, True, True, False,
-            rceil, assembly,
+            a2, b2, c2, d2, up_codes_ptr, up_scales_ptr, up_turned_ptr, up_turned_scales_ptr,
+            band, strip, padded, features, True, True, False, assembly,
         )  # fmt: skip
 
 
-def swiglu(
-    sources: Sequence[Tensor],
-    planes: Sequence[Tensor],
-    *,
-    gate_first: bool = True,
-    rounding: str = "exact",
-) -> None:
-    """Fill the planes of ``fp8_block.quantise``.
+Planes = Sequence[Tensor]  # those of ``fp8_block.quantise``
 
-    Args:
-        sources: gate and up, or dh, gate and up: bf16 [tokens, features]; features are a multiple
-            of 128, rows are contiguous, and dh is contiguous as a whole.
-        planes: silu(gate) · up, turned in 128x128; or the gradients of gate and up, side by side,
-            turned in 1x128.
-        gate_first: whether the gradient of gate is the first of the two.
-    """
-    tokens, features = sources[0].shape
-    padded = -(-tokens // WIDE) * WIDE
-    if not tokens:
-        return
-    codes, scales, turned, turned_scales = planes
-    *_, gate, up = words = [source.view(torch.int32) for source in sources]
-    arguments = (
-        *words, codes.view(torch.int16), scales, turned.view(torch.int32), turned_scales,
-        tokens, padded, features, gate.stride(0), up.stride(0),
-    )  # fmt: skip
-    tiles = padded // WIDE * (features // WIDE)
-    constants: dict[str, int] = {"rceil": rounding == "rceil", "even": tokens == padded}
-    constants["assembly"] = not interpreted()
-    if len(sources) == 2:
-        run(_swiglu_kernel, (tiles,), *arguments, **constants, num_warps=16)
-    else:
-        constants |= {"gate_first": gate_first, "stages": STAGES, "num_warps": WARPS}
+
+def swiglu(gate: Tensor, up: Tensor, planes: Planes) -> None:
+    """Fill the planes of silu(gate) · up, turned in 128x128. ``gate`` and ``up``: bf16 [tokens,
+    features]; features are a multiple of 128, and rows are contiguous."""
+    if tiles := _tiles(gate):
+        arguments = (*_words(gate, up), *_raw(planes), *_sizes(gate, up))
+        run(_swiglu_kernel, (tiles,), *arguments, **_constants(gate), num_warps=16)
+
+
+def swiglu_backward(
+    dh: Tensor,  # contiguous
+    gate: Tensor,
+    up: Tensor,
+    of_gate: Planes,
+    of_up: Planes,
+) -> None:
+    """Fill the planes of the gradients of gate and of up, turned in 1x128."""
+    if tiles := _tiles(gate):
+        arguments = (*_words(dh, gate, up), *_raw(of_gate), *_raw(of_up), *_sizes(gate, up), tiles)
+        constants = _constants(gate) | {"stages": STAGES, "num_warps": WARPS}
         programs = min(tiles, multiprocessors(gate.device))
-        run(_swiglu_backward_kernel, (programs,), *arguments, tiles, **constants)
+        run(_swiglu_backward_kernel, (programs,), *arguments, **constants)
+
+
+def _tiles(gate: Tensor) -> int:
+    return -(-gate.shape[0] // WIDE) * (gate.shape[1] // WIDE)
+
+
+def _words(*sources: Tensor) -> list[Tensor]:
+    return [source.view(torch.int32) for source in sources]
+
+
+def _raw(planes: Planes) -> tuple[Tensor, ...]:
+    codes, scales, turned, turned_scales = planes
+    return codes.view(torch.int16), scales, turned.view(torch.int32), turned_scales
+
+
+def _sizes(gate: Tensor, up: Tensor) -> tuple[int, ...]:
+    """Tokens, tokens with padding, features, and the strides of rows in words."""
+    tokens, features = gate.shape
+    padded = -(-tokens // WIDE) * WIDE
+    return tokens, padded, features, gate.stride(0) // 2, up.stride(0) // 2
+
+
+def _constants(gate: Tensor) -> dict[str, int]:
+    even = gate.shape[0] % WIDE == 0
+    return {"even": even, "assembly": not interpreted()}

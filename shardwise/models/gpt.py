@@ -48,6 +48,7 @@ from shardwise.moe import (
     squared_relu,
     swiglu,
 )
+from shardwise.precision.fp8_swiglu import swiglu_mlp
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
 
@@ -90,12 +91,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(width, dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        product = self.call(_gated, self.gate(hidden), self.up(hidden))  # [..., F]
-        return self.down(product)  # type: ignore[no-any-return]
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+        return swiglu_mlp(hidden, self.gate, self.up, self.down, call=self.call)
 
 
 def pointwise_call(config: GPTConfig) -> Call:

@@ -21,9 +21,9 @@ for the elements that exist.
 
 The rules for what the standard leaves open:
 
-- **scale**: ``"exact"`` (blocks of 128): the largest magnitude of the block / 448; magnitudes below
-  2^-100 count as 2^-100. ``"rceil"``: the smallest power of two that brings the largest magnitude
-  to 448 or less; this is an integer comparison, and exact.
+- **scale**: in blocks of 128 the largest magnitude of the block / 448; magnitudes below 2^-100
+  count as 2^-100. In MXFP8 the smallest power of two that brings the largest magnitude to 448 or
+  less; this is an integer comparison, and exact.
 - **zeros**: a block of zeros has codes of zeros, which keep their signs, and in MXFP8 scale 0.
 - **NaN**: a block with a NaN or an infinity has scale NaN (255 in MXFP8) and codes 0x7F: all its
   values are NaN.
@@ -52,7 +52,6 @@ from shardwise.kernels import has_triton
 
 Format = Literal["mxfp8", "fp8_block"]  # of weights
 Reads = Literal["forward", "backward"]
-Rounding = Literal["rceil", "exact"]  # how scales are rounded
 Block = tuple[int, int]  # rows and columns that share a scale
 
 SIDE = 32  # the side of blocks of MXFP8
@@ -206,31 +205,21 @@ def powers(scales: Tensor) -> Tensor:
     return bits.masked_fill(scales == NAN_SCALE, 0x7FC0_0000).view(torch.float32)
 
 
-def rounding_of(blocks: Sequence[Block]) -> Rounding:
-    """The default rounding of scales."""
-    return "exact" if all(SCALES.get(block) is torch.float32 for block in blocks) else "rceil"
-
-
-def encode_reference(
-    x: Tensor, block: Block, rounding: Rounding | None = None
-) -> tuple[Tensor, Tensor]:
+def encode_reference(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Codes and scales by definition, on any device; kernels give the same bits."""
-    rounding = rounding or rounding_of([block])
-    scale_dtype = SCALES.get(block, torch.float32)  # fp32 for blocks of whole rows or matrices
     values = in_blocks(x.to(torch.bfloat16).contiguous(), block)
     magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
     undefined = magnitudes >= 0x7F80
-    if rounding == "exact":
+    if SCALES[block] is torch.float32:
         largest = (magnitudes << 16).view(torch.float32).clamp(min=SMALLEST)
         scales = (largest * INVERSE_LARGEST).masked_fill(undefined, float("nan"))
         inverse = scales.reciprocal()
     else:
         scales = scales_of(magnitudes)
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
-        scales = powers(scales) if scale_dtype is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(scale_dtype)
+    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:

@@ -45,10 +45,10 @@ def padded(tokens: int) -> int:
     return (tokens + WIDE - 1) // WIDE * WIDE
 
 
-def empty(x: Tensor, rows: bool, turned: int, features: int = 0) -> Quantised:
+def empty(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Memory for the wanted planes of x [tokens, features]; the other planes have no elements. See
-    :func:`quantise`. ``features``: the number of features, if it is not that of x."""
-    tokens, features = padded(x.shape[0]), features or x.shape[1]
+    :func:`quantise`."""
+    tokens, features = padded(x.shape[0]), x.shape[1]
     strips, bands = -(-features // WIDE), tokens // WIDE
     codes = scales = turned_codes = turned_scales = (0, 0)
     if rows:
@@ -96,30 +96,30 @@ def quantise(x: Tensor, rows: bool, turned: int) -> Quantised:
 
 def quantise_swiglu(gate: Tensor, up: Tensor) -> Quantised:
     """:func:`quantise` of silu(gate) · up, turned in 128x128, computed in fp32 and rounded once."""
-    if uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_fused
-
+    if gate.is_meta or (uses_kernels(gate.device) and gate.dtype == torch.bfloat16):
         result = empty(gate, True, WIDE)
-        fp8_fused.swiglu((gate, up), result)
+        if not gate.is_meta:
+            from shardwise.kernels import fp8_fused
+
+            fp8_fused.swiglu(gate, up, result)
         return result
     return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE)
 
 
-def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool) -> Quantised:
-    """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
+def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Quantised, Quantised]:
+    """:func:`quantise` of the gradients of gate and of up, turned in 1x128."""
     # The kernel needs the shared memory of Hopper.
-    if scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_fused
+    if dh.is_meta or (scaled_problem(dh.device) is None and dh.dtype == torch.bfloat16):
+        halves = empty(dh, True, 1), empty(dh, True, 1)
+        if not dh.is_meta:
+            from shardwise.kernels import fp8_fused
 
-        result = empty(dh, True, 1, 2 * dh.shape[1])
-        sources = (dh.contiguous(), gate, up)
-        fp8_fused.swiglu(sources, result, gate_first=gate_first)
-        return result
+            fp8_fused.swiglu_backward(dh.contiguous(), gate, up, *halves)
+        return halves
     dtype = dh.dtype
     dh, gate, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
     of_gate, of_up = dh * up.float() * sigma * (1 + gate * (1 - sigma)), dh * gate * sigma
-    both = (of_gate, of_up) if gate_first else (of_up, of_gate)
-    return quantise(torch.cat(both, 1).to(dtype), True, 1)
+    return quantise(of_gate.to(dtype), True, 1), quantise(of_up.to(dtype), True, 1)
 
 
 # (x, its version and the other arguments, the result) of the last call of ``quantise_once``.

@@ -77,12 +77,19 @@ def _quantise(x, rows, turned) -> fp8_block.Quantised:
     return fp8_block.quantise(x, rows, turned)
 
 
+def quantise(x: Tensor, turned: int) -> fp8_block.Quantised:
+    """The codes of x [..., features], and turned codes, once for layers that read the same x."""
+    if compiling():  # a compiler finds out that several layers quantise one x
+        return _quantise(x.reshape(-1, x.shape[-1]), True, turned)
+    return fp8_block.quantise_once(x, True, turned)
+
+
 @operator(
-    "fp8_block_product(Tensor x, Tensor x_scales, Tensor codes, Tensor scales, ScalarType dtype)"
+    "fp8block_product(Tensor x, Tensor x_scales, Tensor codes, Tensor scales, ScalarType dtype)"
     " -> Tensor",
     lambda x, x_scales, codes, scales, dtype: x.new_empty(len(x), codes.shape[0], dtype=dtype),
 )
-def _block_product(x, x_scales, codes, scales, dtype) -> Tensor:
+def block_product(x, x_scales, codes, scales, dtype) -> Tensor:
     return fp8_block.multiply(x, x_scales, gathered(codes), scales, "forward", dtype)
 
 
@@ -114,7 +121,7 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` with a weight in fp8 (``Coded``, [rows, columns]), in the dtype of x.
     ``torch.autocast`` casts x and bias as for ``F.linear``."""
     rows, columns = weight.shape
-    x, bias = _autocast(x), None if bias is None else _autocast(bias)
+    x, bias = autocast(x), None if bias is None else autocast(bias)
     problems = []
     if x.dim() == 0 or x.shape[-1] != columns:
         problems.append(f"x of shape {tuple(x.shape)}: its last dimension must be {columns}")
@@ -134,7 +141,7 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias, weight.products)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _autocast(value: Tensor) -> Tensor:
+def autocast(value: Tensor) -> Tensor:
     """``value`` cast as torch casts operands of ``F.linear``. So checks, decoding and tensors saved
     for backward all use the dtype of the computation."""
     kind = value.device.type
@@ -157,13 +164,9 @@ class _Linear(torch.autograd.Function):
             y = product(flat, codes, scales, bias, "forward", products)
             return shaped(y, *x.shape[:-1], y.shape[-1])
         turned = WIDE if trained else 0
-        if compiling():  # a compiler finds out that several layers quantise one x
-            quantised = _quantise(flat, True, turned)
-        else:
-            quantised = fp8_block.quantise_once(x, True, turned)
-        coded, of_coded, *kept = quantised
+        coded, of_coded, *kept = quantise(x, turned)
         ctx.save_for_backward(*(kept if trained else (None, None)))
-        y = _block_product(coded, of_coded, codes, scales, x.dtype)[: len(flat)]
+        y = block_product(coded, of_coded, codes, scales, x.dtype)[: len(flat)]
         y = y if bias is None else y + bias
         return shaped(y, *x.shape[:-1], y.shape[-1])
 

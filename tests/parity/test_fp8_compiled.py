@@ -29,12 +29,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, DEEP, bias=bias) for bias in (True, False))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, DEEP, bias=False) for _ in range(2))
         self.down = nn.Linear(DEEP, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        h = self.first(self.norm(x))
+        return x + sw.swiglu_mlp(h, self.gate, self.up, self.down)
 
 
 def train(model: Any, rank: int) -> list[Tensor]:

@@ -138,9 +138,12 @@ POINTERS |= dict.fromkeys(("codes_ptr", "out_ptr", "turned_ptr", "dz_ptr", "h_pt
 def test_passes_that_write_codes() -> None:
     raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr", "turned_ptr"), "*i32")
     raw["codes_ptr"] = "*i16"
-    constants = {"rceil": False, "even": True, "assembly": True}
+    for half in ("gate", "up"):
+        raw |= {f"{half}_codes_ptr": "*i16", f"{half}_turned_ptr": "*i32"}
+        raw |= dict.fromkeys((f"{half}_scales_ptr", f"{half}_turned_scales_ptr"), "*fp32")
+    constants = {"even": True, "assembly": True}
     built(fp8_fused._swiglu_kernel, constants, POINTERS | raw, num_warps=16)
-    constants |= {"gate_first": True, "stages": fp8_fused.STAGES}
+    constants |= {"stages": fp8_fused.STAGES}
     made = built(
         fp8_fused._swiglu_backward_kernel, constants, POINTERS | raw, num_warps=fp8_fused.WARPS
     )

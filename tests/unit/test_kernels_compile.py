@@ -147,17 +147,17 @@ def test_fused_passes() -> None:
 def test_fp8_in_blocks_of_128() -> None:
     pointers = {"x_ptr": "*i32", "codes_ptr": "*i16", "turned_ptr": "*i32"}
     pointers |= {"turned_scales_ptr": "*fp32", "tiles_ptr": "*i64"}
-    # Which planes, whether the turned one is in squares, rounding up, whether tokens fill tiles,
-    # whether features do not.
-    for rows, columns, square, rceil, even, ragged in (
-        (True, True, True, False, True, False),
-        (True, True, True, True, False, False),
-        (True, False, False, True, True, False),
-        (False, True, False, False, False, False),
-        (True, True, True, False, True, True),
-        (True, True, False, False, False, True),
+    # Which planes, whether the turned one is in squares, whether tokens fill tiles, whether
+    # features do not.
+    for rows, columns, square, even, ragged in (
+        (True, True, True, True, False),
+        (True, True, True, False, False),
+        (True, False, False, True, False),
+        (False, True, False, False, False),
+        (True, True, True, True, True),
+        (True, True, False, False, True),
     ):
-        constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
+        constants = {"rows": rows, "columns": columns, "square": square}
         constants |= {"native": True, "even": even, "ragged": ragged}
         check(compiled(fp8_codes._quantise_kernel, constants, pointers), products=False)
     # One matrix, and a list of tiles; both of partial tiles.
@@ -167,7 +167,7 @@ def test_fp8_in_blocks_of_128() -> None:
         (False, False, True),
         (True, True, True),
     ):
-        constants = {"listed": listed, "wide": wide, "rceil": not ragged}
+        constants = {"listed": listed, "wide": wide}
         types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
         constants |= {"native": True, "ragged": ragged}
         check(compiled(fp8_codes._encode_kernel, constants, types), products=False)
