@@ -34,21 +34,18 @@ In this way all matrices are whole, at the price of a large bucket and of paddin
 - ``grain="tensor"`` promises whole matrices on any number of ranks. The bucket may have the whole
   model, and padding is what it takes; plans and the layout say how much.
 
-Beyond the default limits, matrices are cut: in k equal parts (grain ``tensor/k``) if there are
-fewer than N matrices of a size, or if a row of them is too large. A bucket then holds N/k matrices,
-and k is as small as possible. The optimizer gathers the parts of a matrix.
-
-    8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
-
-Matrices that fill no row of parts are packed whole if that pads little, else cut by rows, else by
-elements. A stack ``[experts, out, in]`` may be cut between its matrices, which keeps them whole.
+Beyond the default limits, and where there are fewer matrices than ranks, matrices are cut by rows
+(by elements, if rows would pad), and the optimizer gathers the parts of a matrix. A stack
+``[experts, out, in]`` of which a row would be a large bucket is cut between its matrices, which
+keeps them whole.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -61,7 +58,6 @@ from shardwise.core.layout import (
     Item,
     Layout,
     plan,
-    tensor_fraction,
 )
 
 # The largest part of all matrices that one bucket may have to keep matrices whole, so that one
@@ -76,7 +72,7 @@ SMALL_ROW = 1 << 20
 # The largest padding, as 1/n of all matrices:
 LITTLE_PADDING = 64  # counts as little
 WHOLE_PADDING = 32  # to keep matrices whole
-CUT_PADDING = 128  # of a matrix in equal parts, or of a bucket that is cut by rows
+CUT_PADDING = 128  # of a bucket that is cut by rows
 BLOCK_PADDING = 16  # of a bucket, to keep fp8 blocks whole: cut blocks are sent as bf16
 MOST_TRIED = 12  # choices of rows that may join the matrices that fill no row
 MOST_FILL = 2  # parameters that fill empty shards of one bucket
@@ -146,183 +142,115 @@ def plan_matrices(
     little, modest = (
         max(total // fraction, CHEAP_PADDING) for fraction in (LITTLE_PADDING, WHOLE_PADDING)
     )
-    promised = num_shards * total  # any padding
-    cut = _kinds(items, costs, num_shards, bucket_size, limit, largest)
-    uncut = [
-        kind if kind is not None and item.grain.count % kind.parts == 0 else None
-        for item, kind in zip(items, cut, strict=True)
+    allowed = num_shards * total if grain == "tensor" else modest
+    # Stacks of which a row would be a large bucket are cut between their matrices.
+    stacks = [
+        index
+        for index, item in enumerate(items)
+        if grain != "tensor" and item.grain.count > 1 and num_shards * item.numel > limit
     ]
-    # First with all matrices whole; then with cut rows, and the matrices that fill no row whole.
-    for kinds, fillers, allowed, tries in (
-        (uncut, filler, promised if grain == "tensor" else modest, MOST_TRIED),
-        (cut, [], little, 1),
-    ):
-        rows, loose = _in_rows(kinds, num_shards)
-        best = None
-        for kept, members in _choices(rows, loose, tries, bucket_size, limit):
-            if not members:
-                return _built(items, kept, num_shards)
-            size = sum(items[index].numel for index in members)
-            padding = num_shards * max(items[index].grain_size for index in members) - size
-            if size <= largest and padding - sum(item.numel for item in fillers) <= allowed:
-                packed = _packed([*items, *fillers], costs, members, num_shards, little)
-                padding = packed.layout.padding
-                # Choices come smallest bucket first. Take the first that pads little, else the
-                # first that pads modestly, else the one that pads least.
-                grade = 0 if padding <= little else max(padding, modest)
-                if padding <= allowed and (best is None or grade < best[0]):
-                    best = grade, kept, packed
-                if grade == 0:
-                    break
-        if best is not None:
-            return _built(items, best[1], num_shards, best[2])
-    runs = _in_order([items[index] for index in loose], bucket_size)
-    rest = [_cut_anywhere(items, [loose[index] for index in run], num_shards) for run in runs]
-    return _built(items, kept, num_shards, *rest)
+    cut = _cut_anywhere(items, stacks, num_shards, bucket_size)
+    rows, loose = _in_rows(items, costs, num_shards, max(largest, SMALL_ROW), set(stacks))
+    best = None
+    for kept, members in _choices(items, rows, loose, bucket_size, limit):
+        if not members:
+            return _built(items, kept, num_shards, cut)
+        size = sum(items[index].numel for index in members)
+        padding = num_shards * max(items[index].grain_size for index in members) - size
+        if size <= largest and padding - sum(item.numel for item in filler) <= allowed:
+            packed = _packed([*items, *filler], costs, members, num_shards, little)
+            padding = packed.layout.padding
+            # Choices come smallest bucket first. Take the first that pads little, else the first
+            # that pads modestly, else the one that pads least.
+            grade = 0 if padding <= little else max(padding, modest)
+            if padding <= allowed and (best is None or grade < best[0]):
+                best = grade, kept, packed
+            if grade == 0:
+                break
+    if best is not None:
+        return _built(items, best[1], num_shards, [*cut, best[2]])
+    cut += _cut_anywhere(items, loose, num_shards, bucket_size)
+    buckets, small = _in_buckets(items, rows, bucket_size, limit)
+    return _built(items, [*buckets, small] if small else buckets, num_shards, cut)
 
 
 # ------------------------------------------------------------------------------ rows
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Equal matrices, which may be in one row, each in ``parts`` parts."""
-
-    numel: int
-    cost: int
-    shape: tuple[int, ...]  # () for whole matrices: only sizes and costs matter
-    parts: int
+_Row: TypeAlias = list[int]  # matrices of equal size and cost, one for each shard
 
 
-_Row: TypeAlias = tuple[_Kind, list[int]]  # (kind, members)
-
-
-def _in_rows(kinds: Sequence[_Kind | None], num_shards: int) -> tuple[list[_Row], list[int]]:
+def _in_rows(
+    items: Sequence[Item],
+    costs: Sequence[int],
+    num_shards: int,
+    largest: int,
+    without: Container[int],
+) -> tuple[list[_Row], list[int]]:
     """(full rows, in the order in which they become full; the matrices in no full row)."""
-    queues: defaultdict[_Kind | None, list[int]] = defaultdict(list)
+    queues: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     rows: list[_Row] = []
-    for index, kind in enumerate(kinds):
-        queues[kind].append(index)
-        if kind is not None and len(queues[kind]) * kind.parts >= num_shards:
-            rows.append((kind, queues.pop(kind)))
+    for index, (item, cost) in enumerate(zip(items, costs, strict=True)):
+        if index not in without:
+            queue = queues[item.numel, cost]
+            queue.append(index)
+            if len(queue) == num_shards and (num_shards * item.numel <= largest or len(queue) == 1):
+                rows.append(queues.pop((item.numel, cost)))
     return rows, sorted(index for queue in queues.values() for index in queue)
 
 
 def _choices(
-    rows: Sequence[_Row], loose: Sequence[int], tries: int, bucket_size: int, limit: int
+    items: Sequence[Item], rows: Sequence[_Row], loose: list[int], bucket_size: int, limit: int
 ) -> Iterator[tuple[list[list[_Row]], list[int]]]:
     """Choices of (buckets of rows, members of one more bucket).
 
     The one more bucket has the matrices in no row: first alone, then with the last rows of some
-    kinds, fewest elements first, at last with all rows. If the last rows do not fill a bucket, they
-    join it too, or are a bucket by themselves.
+    sizes, fewest elements first, at last with all rows. If the rows that stay do not fill a bucket,
+    they join it too, or are a bucket by themselves.
     """
-    num_rows = Counter(kind for kind, _ in rows)
-    sizes = {kind: _size([(kind, row)]) for kind, row in rows}
-    kinds = list(num_rows)
-    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # (elements, kinds) of rows that join
-    for _ in range(tries):
+    rows_of: defaultdict[int, list[_Row]] = defaultdict(list)  # by the size of a matrix
+    for row in rows:
+        rows_of[items[row[0]].numel].append(row)
+    sizes = list(rows_of)
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # (elements, sizes) of rows that join
+    for _ in range(MOST_TRIED):
         if not waiting:
             return
-        size, joined = heapq.heappop(waiting)
-        to_keep = num_rows - Counter(kinds[position] for position in joined)
-        kept: list[_Row] = []
-        members = list(loose)
-        for kind, row in rows:
-            if to_keep[kind]:
-                to_keep[kind] -= 1
-                kept.append((kind, row))
-            else:
-                members += row
-        buckets, small = _in_buckets(kept, bucket_size, limit)
+        elements, joined = heapq.heappop(waiting)
+        last = [row for at in set(joined) for row in rows_of[sizes[at]][-joined.count(at) :]]
+        members = sorted(sum(last, loose))
+        buckets, small = _in_buckets(items, [r for r in rows if r not in last], bucket_size, limit)
         if small and loose:
-            yield buckets, sorted(members + [index for _, row in small for index in row])
-        yield [*buckets, small] if small else buckets, sorted(members)
-        for position in range(joined[-1] if joined else 0, len(kinds)):
-            if joined.count(position) < num_rows[kinds[position]]:
-                heapq.heappush(waiting, (size + sizes[kinds[position]], (*joined, position)))
-    if tries > 1:
-        yield [], sorted([*loose, *(index for _, row in rows for index in row)])
+            yield buckets, sorted(sum(small, members))
+        yield [*buckets, small] if small else buckets, members
+        for at in range(joined[-1] if joined else 0, len(sizes)):
+            if joined.count(at) < len(rows_of[sizes[at]]):
+                more = sizes[at] * len(rows[0])
+                heapq.heappush(waiting, (elements + more, (*joined, at)))
+    yield [], sorted(sum(rows, loose))
 
 
 def _in_buckets(
-    rows: Sequence[_Row], bucket_size: int, limit: int
+    items: Sequence[Item], rows: Sequence[_Row], bucket_size: int, limit: int
 ) -> tuple[list[list[_Row]], list[_Row]]:
-    """(the rows of each bucket, the last rows if they do not fill a bucket). Each row of cut
-    matrices is a bucket."""
+    """(the rows of each bucket, the last rows if they do not fill a bucket)."""
     buckets: list[list[_Row]] = []
     small: list[_Row] = []
+    size = 0
     for row in rows:
-        if row[0].parts > 1:
-            buckets.append([row])
-            continue
-        if small and _size([*small, row]) > limit:
+        more = len(row) * items[row[0]].numel
+        if small and size + more > limit:
             buckets.append(small)
-            small = []
-        small = [*small, row]
-        if _size(small) >= bucket_size:
+            small, size = [], 0
+        small, size = [*small, row], size + more
+        if size >= bucket_size:
             buckets.append(small)
-            small = []
+            small, size = [], 0
     return buckets, small
 
 
-def _size(rows: Sequence[_Row]) -> int:
-    return sum(len(members) * kind.numel for kind, members in rows)
-
-
-def _kinds(
-    items: Sequence[Item],
-    costs: Sequence[int],
-    num_shards: int,
-    bucket_size: int,
-    limit: int,
-    largest: int,
-) -> list[_Kind | None]:
-    """The kind of row that each matrix fits in; None for a matrix that fits in no row."""
-    sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
-    kinds: list[_Kind | None] = [None] * len(items)
-    for (numel, cost), members in _grouped(sizes).items():
-        row_size, first = num_shards * numel, items[members[0]]
-        fits = num_shards == 1 or row_size <= max(largest, SMALL_ROW)
-        # A stack that is cut between its matrices keeps them whole, and makes a smaller bucket.
-        parts = _fewest_parts(first, len(members), num_shards, limit) if row_size > limit else 0
-        cut_between = parts > 0 and first.grain.count % parts == 0
-        if num_shards <= len(members) and fits and not cut_between:
-            for index in members:
-                kinds[index] = _Kind(numel, cost, (), 1)
-            continue
-        for shape, alike in _grouped([items[index].shape for index in members]).items():
-            parts = _fewest_parts(items[members[alike[0]]], len(alike), num_shards, limit)
-            copies = num_shards // max(parts, 1)
-            if parts and 2 * copies * numel >= bucket_size:
-                for position in alike:
-                    kinds[members[position]] = _Kind(numel, cost, shape, parts)
-    return kinds
-
-
-def _grouped(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    """Positions by key, in order of first appearance."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for position, key in enumerate(keys):
-        groups.setdefault(key, []).append(position)
-    return groups
-
-
-def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
-    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards; 0 if there is
-    none."""
-    for parts in range(2, num_shards + 1):
-        copies = num_shards // parts
-        if num_shards % parts or copies > count or (copies > 1 and copies * item.numel > limit):
-            continue
-        part = tensor_fraction(parts).size(item.shape)
-        if part % ALIGNMENT == 0 and (part * parts - item.numel) * CUT_PADDING <= item.numel:
-            return parts
-    return 0
-
-
 def _built(
-    items: Sequence[Item], kept: Sequence[Sequence[_Row]], num_shards: int, *others: Bucket
+    items: Sequence[Item], kept: Sequence[Sequence[_Row]], num_shards: int, others: Sequence[Bucket]
 ) -> list[Bucket]:
     """All buckets, in the order of their completion."""
     buckets = [_bucket_of(items, rows, num_shards) for rows in kept]
@@ -330,25 +258,20 @@ def _built(
 
 
 def _bucket_of(items: Sequence[Item], rows: Sequence[_Row], num_shards: int) -> Bucket:
-    """A bucket with these rows, one after the other. Member j of a row lies on shard j, or, if it
-    is cut, on ``parts`` shards from ``parts * j`` on."""
-    firsts = [(kind, items[row[0]]) for kind, row in rows]
-    lengths = [
-        _aligned(tensor_fraction(kind.parts).size(item.shape) if kind.parts > 1 else item.room)
-        for kind, item in firsts
-    ]
-    size, offset = sum(lengths), 0
-    placed: dict[int, tuple[Item, int]] = {}
-    for (kind, row), length in zip(rows, lengths, strict=True):
-        for place, index in enumerate(row):
-            item = items[index]
-            if kind.parts > 1:
-                item = replace(item, grain=tensor_fraction(kind.parts))
-            placed[index] = item, place * kind.parts * size + offset
-        offset += length
-    members = tuple(sorted(placed))
-    in_order, starts = zip(*(placed[index] for index in members), strict=True)
-    return Bucket(members, Layout(in_order, num_shards, size, starts))
+    """A bucket with these rows, one after the other. Member j of a row lies on shard j."""
+    lengths = [_aligned(items[row[0]].room) for row in rows]
+    starts: dict[int, int] = {}
+    for row, offset in zip(rows, itertools.accumulate(lengths, initial=0), strict=False):
+        for shard, index in enumerate(row):
+            starts[index] = shard * sum(lengths) + offset
+    members = tuple(sorted(starts))
+    layout = Layout(
+        tuple(items[index] for index in members),
+        num_shards,
+        sum(lengths),
+        tuple(starts[index] for index in members),
+    )
+    return Bucket(members, layout)
 
 
 # ------------------------------------------------------------------------------ without rows
@@ -427,15 +350,21 @@ def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bu
     return Bucket(bucket.members, Layout(bucket.layout.items, num_shards, size, addresses))
 
 
-def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
-    """A bucket that is cut by rows, and between matrices of a stack; by elements if that pads too
+def _cut_anywhere(
+    items: Sequence[Item], indices: Sequence[int], num_shards: int, bucket_size: int
+) -> list[Bucket]:
+    """Buckets that are cut by rows, and between matrices of a stack; by elements if that pads too
     much."""
-    chosen = [items[index] for index in members]
-    by_rows = [item if len(item.shape) > 2 else replace(item, grain=ROW) for item in chosen]
-    layout = plan(by_rows, num_shards)
-    if layout.padding * CUT_PADDING > layout.payload:
-        layout = plan([replace(item, grain=ELEMENT) for item in chosen], num_shards)
-    return Bucket(tuple(members), layout)
+    buckets = []
+    for run in _in_order([items[index] for index in indices], bucket_size):
+        members = tuple(indices[position] for position in run)
+        chosen = [items[index] for index in members]
+        by_rows = [item if len(item.shape) > 2 else replace(item, grain=ROW) for item in chosen]
+        layout = plan(by_rows, num_shards)
+        if layout.padding * CUT_PADDING > layout.payload:
+            layout = plan([replace(item, grain=ELEMENT) for item in chosen], num_shards)
+        buckets.append(Bucket(members, layout))
+    return buckets
 
 
 def _aligned(numel: int) -> int:

@@ -38,7 +38,6 @@ class Buffer(Backing):
         device: torch.device,
         kind: str,
         *,
-        lane: str = "compute",
         pin: bool = False,
     ) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Buffer(Backing):
         self.placements = tuple(as_placement(placement) for placement in placements)
         self.first_shard, self.num_shards = ranks.held(self.placements, layout.num_shards)
         numel = self.num_shards * layout.shard_size
-        self.block = Block(numel, dtype, device, kind, lane=lane, pin=pin)
+        self.block = Block(numel, dtype, device, kind, pin=pin)
 
     @property
     def flat(self) -> Tensor:

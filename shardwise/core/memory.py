@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of memory, the sources that they come from, and the ledger that counts them.
+"""Blocks of memory that come and go, and the ledger that counts them.
 
-A :class:`Block` is a flat tensor whose memory comes and goes, while the tensor and every view of it
-that autograd saved stay. A *source* decides where the memory comes from:
+A :class:`Block` is a flat tensor whose memory is released and acquired again, while the tensor and
+every view of it that autograd saved stay. Its storage is resized, so torch's allocator recycles the
+bytes.
 
-- :class:`Caching`: the storage is resized, so torch's allocator recycles it. The default.
-- :class:`TracePool` (``memory="trace"``): the first step finds out how many packed gradients and
-  MXFP8 planes are alive together, and how large they are. Their storages are kept and used again in
-  later steps. Blocks that are never alive together share a storage:
+A :class:`TracePool` (``memory="trace"``) lends memory for packed gradients. The first step shows
+how many are alive together, and how large they are; later steps use their storages again:
 
-      backward    | unit 3 | unit 2 | unit 1 |
-      gradients 3 ##########                        storage A
-      gradients 2        ...#########               storage B
-      gradients 1                ...##########      storage A
+    backward    | unit 3 | unit 2 | unit 1 |
+    gradients 3 ##########                        storage A
+    gradients 2        ...#########               storage B
+    gradients 1                ...##########      storage A
 
-  This saves calls of the allocator and costs memory; docs/memory.md has the figures.
+This saves calls of the allocator and costs memory; docs/memory.md has the figures.
 """
 
 from __future__ import annotations
@@ -81,11 +80,7 @@ def separate_ledger() -> Iterator[Ledger]:
 
 
 class Block:
-    """A flat tensor whose memory can be released and acquired again.
-
-    ``lane`` names the stream on which the owner allocates and frees the memory: storages are shared
-    within one lane only.
-    """
+    """A flat tensor whose memory can be released and acquired again, on one lane."""
 
     def __init__(
         self,
@@ -94,42 +89,30 @@ class Block:
         device: torch.device,
         kind: str,
         *,
-        lane: str = "compute",
         pin: bool = False,
     ) -> None:
-        self.kind, self.lane, self.numel = kind, lane, numel
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self.storage = self.tensor.untyped_storage()
         self.live = True
         self._counted = _Counted(kind, self.tensor)
+        # On the meta device a block has bytes only in the ledger of a plan.
+        self._held = 0 if device.type == "meta" and _open_ledger is ledger else self.nbytes
         self._counted.set(self._held)
 
-    @property
-    def _held(self) -> int:
-        """The bytes that the ledger counts while the block is live; on the meta device none."""
-        return 0 if self.tensor.is_meta and self._counted.ledger is ledger else self.nbytes
-
-    def release(self, source: Caching | TracePool) -> None:
+    def release(self) -> None:
         """Release the memory. The contents are lost."""
         if self.live:
             self.live = False
-            self._counted.set(0)  # first, because the pool counts the same bytes as idle
-            source.release(self)
+            self.storage.resize_(0)
+            self._counted.set(0)
 
-    def acquire(self, source: Caching | TracePool) -> None:
+    def acquire(self) -> None:
         """Acquire memory again. The contents are undefined."""
         if not self.live:
-            source.acquire(self)
+            self.storage.resize_(self.nbytes)
             self.live = True
             self._counted.set(self._held)
-
-    def move(self, storage: torch.UntypedStorage) -> None:
-        """Put the tensor into ``storage``, which must have memory, because views are made. For
-        autograd the tensor is no view of it, so it keeps its own version counter."""
-        with torch.no_grad():
-            self.tensor.set_(storage, 0, (self.numel,), (1,))
-        self.storage = storage
 
 
 class _Counted:
@@ -181,52 +164,32 @@ def held(nbytes: int, kind: str) -> Iterator[None]:
         entry.set(0)
 
 
-class Caching:
-    """Resize the storage: torch's caching allocator recycles the bytes on the current stream."""
-
-    def acquire(self, block: Block) -> None:
-        block.storage.resize_(block.nbytes)
-
-    def release(self, block: Block) -> None:
-        block.storage.resize_(0)
-
-
-CACHING = Caching()
-
-
 class TracePool:
-    """Keep the storages of released blocks for the next blocks of their lane.
-
-    A block takes the free storage that is nearest in size (among equals, the one that it had
-    before) and enlarges it if necessary. So in steps that are alike, each block gets the storage of
-    the last step again. Autograd must hold no view of a block, because blocks move: whole bf16
-    weights never use this source.
-    """
+    """Lends storages, and keeps those that come back. A taker gets the free storage that is nearest
+    in size, enlarged if necessary."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[str, torch.device], list[torch.UntypedStorage]] = defaultdict(list)
-        # The bytes of the storages beyond those of the live blocks in them, which count themselves.
+        self._free: dict[torch.device, list[torch.UntypedStorage]] = defaultdict(list)
         self._idle = _Counted("pool_idle")
 
-    def acquire(self, block: Block) -> None:
-        free, own = self._free[block.lane, block.tensor.device], block.storage
-
-        def distance(number: int) -> tuple[int, bool]:
-            storage = free[number]
-            return abs(storage.nbytes() - block.nbytes), storage._cdata != own._cdata
-
-        nearest = min(range(len(free)), key=distance, default=None)
-        storage = torch.UntypedStorage(0, device=own.device)
-        if nearest is not None:
-            storage = free.pop(nearest)
-        idle = storage.nbytes()
-        if idle < block.nbytes:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+        """A flat tensor with undefined contents, counted as ``kind``."""
+        free, nbytes = self._free[device], numel * dtype.itemsize
+        at = min(range(len(free)), key=lambda at: abs(free[at].nbytes() - nbytes), default=None)
+        storage = torch.UntypedStorage(0, device=device) if at is None else free.pop(at)
+        self._idle.set(self._idle.nbytes - storage.nbytes())
+        if storage.nbytes() < nbytes:
             storage.resize_(0)  # first, so that no contents are copied
-            storage.resize_(block.nbytes)
-        self._idle.set(self._idle.nbytes - min(idle, block.nbytes))
-        if storage._cdata != own._cdata:
-            block.move(storage)
+            storage.resize_(nbytes)
+        made: Any = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+        made.lent = _Counted(kind, made)
+        made.lent.set(storage.nbytes())
+        return made  # type: ignore[no-any-return]
 
-    def release(self, block: Block) -> None:
-        self._free[block.lane, block.tensor.device].append(block.storage)
-        self._idle.set(self._idle.nbytes + block.nbytes)
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what was lent; other tensors are left alone."""
+        if (entry := vars(tensor).pop("lent", None)) is not None:
+            entry.set(0)  # first, because the pool counts the same bytes as idle
+            storage = tensor.untyped_storage()
+            self._idle.set(self._idle.nbytes + storage.nbytes())
+            self._free[tensor.device].append(storage)

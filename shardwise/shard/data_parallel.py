@@ -81,7 +81,7 @@ def data_parallel(
             full and is sent. All gradients of a bucket are in memory at once. A bucket grows beyond
             this size if that keeps every matrix whole, up to 55 % of all matrices, so that the rest
             of backward can overlap with its reduction. If that is not enough, or pads by more than
-            1/32, matrices are cut into equal parts on several ranks, and the optimizer gathers the
+            1/32, matrices are cut by rows over several ranks, and the optimizer gathers the
             parts. ``sw.plan`` shows how many matrices are cut, and why.
         grain: ``"tensor"`` promises that every matrix lies whole on one rank, on any number of
             ranks. This costs larger buckets, which overlap less, and padding: ``sw.plan`` says how

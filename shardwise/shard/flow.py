@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flow: the lanes of one model, and the reductions that are under way on them.
 
-A reduction is an iterator of collectives, each of which may need the result of the one before it.
-On a device all are issued at once, and lanes order them. On the host the next is issued when the
-one before has been waited for, so that messages travel while modules compute.
+A reduction is a generator, which issues a collective each time that it is asked to go on, and first
+waits for the one before. On a device all are issued at once, and lanes order them. On the host the
+next is issued when the one before has been waited for, so that messages travel while modules
+compute.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from typing import Any
 import torch
 
 from shardwise.core import comm
-from shardwise.core.memory import CACHING, Caching, TracePool
+from shardwise.core.memory import TracePool
 from shardwise.core.mesh import separate
 from shardwise.core.streams import Lanes
 
 
 @dataclass
 class _Reduction:
-    collectives: Iterator[comm.Pending]
+    collectives: Iterator[None]
     finish: Callable[[], None]  # once compute has waited for the result
-    current: comm.Pending | None = None  # the collective to wait for next
+    issued: bool  # whether no collective is still to be issued
     done: Any = None  # an event after the last collective
-    issued: bool = True  # whether no collective is still to be issued
 
 
 class SharedLanes:
@@ -41,20 +41,15 @@ class Flow:
     """The lanes and the memory of one model, and its reductions."""
 
     def __init__(
-        self,
-        device: torch.device,
-        lanes: Lanes | None = None,
-        memory: str = "caching",
+        self, device: torch.device, lanes: Lanes | None = None, memory: str = "caching"
     ) -> None:
         self.lanes = lanes or Lanes(device)
-        self.source: Caching | TracePool = TracePool() if memory == "trace" else CACHING
+        self.pool = TracePool() if memory == "trace" else None
         # Each reduction more under way adds the gradients of a unit to the peak of memory.
         self.max_reductions = 1
         self.offloads = False  # whether gradients go to the host
         self._reductions: deque[_Reduction] = deque()
-        self._reduce_axes: dict[
-            comm.Axis, comm.Axis
-        ] = {}  # where reductions have groups of their own
+        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
 
     def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
         """The communicator for reductions over an axis."""
@@ -65,15 +60,15 @@ class Flow:
         self._reduce_axes = {axis: separate(axis) for axis in dict.fromkeys(axes)}
 
     def launch(
-        self, collectives: Iterator[comm.Pending], finish: Callable[[], None], *, single: bool
+        self, collectives: Iterator[None], finish: Callable[[], None], *, single: bool
     ) -> None:
         """Start a reduction of what compute has packed. ``single``: it is one collective."""
-        lanes, reduction = self.lanes, _Reduction(collectives, finish)
-        reduction.issued = lanes.asynchronous or single
+        lanes = self.lanes
+        reduction = _Reduction(collectives, finish, lanes.asynchronous or single)
         lanes.join("reduce", "compute")
-        reduction.current = next(collectives, None)
+        next(collectives, None)
         if lanes.asynchronous:
-            self._complete(reduction)
+            deque(collectives, maxlen=0)
             lanes.join("outer", "reduce")
             reduction.done = lanes.mark("outer")
         self._reductions.append(reduction)
@@ -82,8 +77,7 @@ class Flow:
         """Finish the oldest reductions until at most ``keep`` are under way."""
         while len(self._reductions) > keep:
             reduction = self._reductions.popleft()
-            if not self.lanes.asynchronous:
-                self._complete(reduction)
+            deque(reduction.collectives, maxlen=0)
             self.lanes.wait("compute", reduction.done)
             # The reduction holds tensors that were allocated on the reduce lane and read on outer.
             self.lanes.wait("reduce", reduction.done)
@@ -95,18 +89,10 @@ class Flow:
         if all(reduction.issued for reduction in self._reductions):
             self.drain(self.max_reductions - 1)
 
-    @staticmethod
-    def _complete(reduction: _Reduction) -> None:
-        while reduction.current is not None:
-            reduction.current.wait()
-            reduction.current = next(reduction.collectives, None)
-
     def drop_reductions(self) -> None:
-        """Forget the reductions under way. Collectives cannot be cancelled, so they are awaited."""
-        while self._reductions:
-            reduction = self._reductions.popleft()
-            if reduction.current is not None:
-                reduction.current.wait()
+        """Forget the reductions under way. A collective that was issued is awaited when it is
+        deleted (``comm.Pending``), because it cannot be cancelled."""
+        self._reductions.clear()
 
     def wait_on_host(self) -> None:
         """Make the host wait for gradients that are copied to it, before they are read."""

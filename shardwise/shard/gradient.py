@@ -34,9 +34,10 @@ from shardwise.core.buffer import Buffer
 from shardwise.core.compat import GRAD, grad_hooks, plain_attributes, will_run
 from shardwise.core.division import Shares, Span, replica_shares
 from shardwise.core.layout import Layout
-from shardwise.core.memory import CACHING, Block, Caching, TracePool, counted
+from shardwise.core.memory import TracePool, counted
 from shardwise.core.mesh import Ranks
-from shardwise.core.placements import PARTIAL, SHARD, Placements, steps
+from shardwise.core.placements import PARTIAL, SHARD, Placement, Placements, steps
+from shardwise.core.streams import LaneName
 from shardwise.core.tensor import UNREDUCED, ShardedTensor, over_piece
 from shardwise.shard.flow import Flow
 
@@ -51,51 +52,49 @@ class Gradients:
     def __init__(
         self, layout: Layout, ranks: Ranks, placements: Placements, divisor: float | None
     ) -> None:
-        self.placements, self.ranks, self.layout = placements, ranks, layout
+        self.ranks, self.layout = ranks, layout
         self.divisor = divisor  # of the sum; None: the number of ranks
         self.sum_only = False  # sum in collectives and divide after, never in one pass
-        self.last = True  # whether this microbatch is reduced as far as main
-        self.keep = False  # whether this microbatch is kept unreduced
-        self._final = True  # whether this microbatch is the last of its step, as the user said
         self.unused = "none"
-        self.source: Caching | TracePool = CACHING
+        self.pool: TracePool | None = None
         # Called when a gradient has come (from autograd, or a delayed one from a kernel).
         self.arrived: Callable[[], None] = lambda: None
-        self.missing: set[int] = set()  # what this backward will bring and has not brought
         # If no more elements than this are missing, the last gradient may be next: that of one
         # matrix, with those of its bias and norm.
         sizes = [item.numel for item in layout.items]
         self.one_more = max(sizes) + sum(sizes) // 64
+        # Of the microbatch that runs: whether the user said that it is the last of its step,
+        # whether it is reduced as far as main, and whether it is kept unreduced.
+        self._final = self._to_main = True
+        self._keep = False
+        self._wanted: set[int] = set()  # the gradients that this backward was asked for
+        self.missing: set[int] = set()  # those of them that it has not brought yet
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
-        self.has_unpacked = False  # whether autograd has left gradients on the leaves
         self.late = False  # whether forwards say that some gradients will be delayed
-        self._wanted: set[int] = set()  # what this backward was asked for
-        self.written: set[int] = set()  # the parts of ``flat`` that somebody has defined
+        self.has_unpacked = False  # whether autograd has left gradients on the leaves
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []  # the part of each parameter in ``_flat``
+        self.written: set[int] = set()  # the parts that somebody has defined
         # By parameter: whether a gradient came since the last time that they were published.
-        self.seen = [False] * len(self.layout.items)
-        # Of the last reduction: what this rank has no gradient of. It sends NaN, for ranks that do.
-        self._absent: set[int] = set()
-        self.flat: Tensor | None = None
-        self._block: Block | None = None  # the memory of ``flat``, if it comes back to a source
-        self._packed: Block | None = None
-        self._view_cache: tuple[Any, list[Tensor]] = (None, [])
+        self._seen = [False] * len(layout.items)
         self._waiting: Tensor | None = None
         self._stamp = 0  # how often main had been written when gradients began to wait
         self._in_flight = False
         self._nodes: dict[int, Any] = {}
         self._shares_of: Any = None  # the divisions for which these were planned
         self._shares_by_axis: dict[int, Shares] = {}
-        axes = range(len(self.ranks.sizes))
-        grad, main, everywhere = self.placements.grad, self.placements.main, (PARTIAL,) * len(axes)
-        several = [size > 1 for size in self.ranks.sizes]
+        grad, main = placements.grad, placements.main
         # (axis, whether it scatters): in each microbatch, and in the last one only.
-        self._inside = [
-            (s.axis, s.there == SHARD) for s in steps(everywhere, grad) if several[s.axis]
-        ]
-        self._outside = [(s.axis, s.there == SHARD) for s in steps(grad, main) if several[s.axis]]
+        self._inside = self._collectives_between((PARTIAL,) * len(grad), grad)
+        self._outside = self._collectives_between(grad, main)
         self._waits = PARTIAL in grad  # whether reductions wait for the last microbatch
         self._nothing_inside = all(placement == PARTIAL for placement in grad)
-        self._scatters = any(scatters for _, scatters in self._inside + self._outside)
+
+    def _collectives_between(
+        self, here: tuple[Placement, ...], there: tuple[Placement, ...]
+    ) -> list[tuple[int, bool]]:
+        sizes = self.ranks.sizes
+        return [(s.axis, s.there == SHARD) for s in steps(here, there) if sizes[s.axis] > 1]
 
     def follow(
         self,
@@ -110,17 +109,20 @@ class Gradients:
         self.main, self._stamp = main, main.writes
         self.sharded, self.unsharded = sharded, unsharded
         self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
-        self._packed, self._nodes = None, {}
-        me = weakref.ref(self)
-        for index, leaf in enumerate(self.unsharded):
+        # Whether nothing is scattered or cast: then ``_flat`` becomes ``.grad`` in place.
+        alike = (wire_dtype, device) == (main.dtype, main.flat.device)
+        self._becomes_grad = alike and main.flat.numel() == self.layout.numel
+        self._nodes, me = {}, weakref.ref(self)
+        for index, leaf in enumerate(unsharded):
             leaf._gradients, leaf._index = me, index
         self.listen()
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let gradients of earlier microbatches follow the parameters (``module.to(...)``)."""
-        for name in ("flat", "_waiting"):
-            if (value := getattr(self, name)) is not None:
-                setattr(self, name, counted(fn(value), "grad_accumulator"))
+        if self._flat is not None:
+            self._take(counted(fn(self._flat), "grad_accumulator"))
+        if self._waiting is not None:
+            self._waiting = counted(fn(self._waiting), "grad_accumulator")
 
     def name(self, index: int) -> str:
         return self.layout.items[index].name
@@ -131,11 +133,10 @@ class Gradients:
         gradient elsewhere. A leaf refers to its node weakly, and hooks go with it: keep it."""
         me = weakref.ref(self)
         for index, leaf in enumerate(self.unsharded):
-            if not leaf.requires_grad or index in self._nodes:
-                continue
-            node = torch.autograd.graph.get_gradient_edge(leaf).node
-            node.register_hook(partial(_brought, me, index))
-            self._nodes[index] = node
+            if leaf.requires_grad and index not in self._nodes:
+                node = torch.autograd.graph.get_gradient_edge(leaf).node
+                node.register_hook(partial(_brought, me, index))
+                self._nodes[index] = node
 
     # ------------------------------------------------------------------ one backward
 
@@ -146,10 +147,10 @@ class Gradients:
 
     def begin(self, sync: bool, last: bool, unused: str) -> None:
         """Backward has come to the unit. ``sync``: send gradients. ``last``: of this step."""
-        self.last = sync and (last or not self._waits)
-        self._final = last
-        self.keep = not sync or (self._nothing_inside and not last)
-        self.unused, self._wanted, self.missing = unused, set(), set()
+        self._final, self.unused = last, unused
+        self._to_main = sync and (last or not self._waits)
+        self._keep = not sync or (self._nothing_inside and not last)
+        self._wanted, self.missing = set(), set()
         self.expect()
 
     def expect(self) -> None:
@@ -182,53 +183,33 @@ class Gradients:
             self.delayed.discard(index)
             self.arrived()
 
+    @torch.no_grad()
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for the gradient of one parameter in this microbatch, and whether its contents
         are undefined. Spare memory, if nobody asked for the gradient."""
         if not self.is_wanted(index):
             shape = self.layout.items[index].shape
             return torch.empty(shape, dtype=self.wire_dtype, device=self.device), True
-        with torch.no_grad():
-            self._open()
-        return self._views()[index].data, index not in self.written
+        self._open()
+        return self._views[index].data, index not in self.written
 
-    def _open(self) -> Tensor:
-        """The flat gradient of this microbatch."""
-        if self.flat is None:
-            numel, self.written = self.layout.numel, set()
-            if self.keep or self._becomes_grad:
-                fresh = torch.empty(numel, dtype=self.main.dtype, device=self.device)
-                self.flat = counted(fresh, "grad" if self._becomes_grad else "grad_accumulator")
-            elif self._scatters and not self._in_flight:  # else that memory is being sent
-                if self._packed is None:
-                    args = numel, self.wire_dtype, self.device
-                    self._packed = Block(*args, "grad_transient")
-                    self._packed.release(CACHING)  # the source may have other memory
-                self._packed.acquire(self.source)
-                self._block, self.flat = self._packed, self._packed.tensor
-            else:
-                fresh = torch.empty(numel, dtype=self.wire_dtype, device=self.device)
-                self.flat = counted(fresh, "grad_transient")
-        return self.flat
+    def _open(self) -> None:
+        """Take memory for the flat gradient of this microbatch, unless there is some."""
+        if self._flat is not None:
+            return
+        self.written = set()
+        numel, dtype, kind = self.layout.numel, self.wire_dtype, "grad_transient"
+        if self._becomes_grad or self._keep:
+            dtype, kind = self.main.dtype, "grad" if self._becomes_grad else "grad_accumulator"
+        elif self.pool is not None:
+            self._take(self.pool.take(numel, dtype, self.device, kind))
+            return
+        self._take(counted(torch.empty(numel, dtype=dtype, device=self.device), kind))
 
-    @property
-    def _becomes_grad(self) -> bool:
-        """Whether nothing is scattered or cast, so that ``flat`` is reduced to ``.grad`` in
-        place."""
-        main = self.main
-        alike = (self.wire_dtype, self.device) == (main.dtype, main.flat.device)
-        return alike and main.flat.numel() == self.layout.numel
-
-    def _views(self) -> list[Tensor]:
-        """The part of each parameter in ``flat``."""
-        flat = self.flat
-        assert flat is not None
-        key = (id(flat), flat.untyped_storage()._cdata)
-        if self._view_cache[0] != key:
-            views = self.layout.pieces(0, self.layout.num_shards)
-            made = [flat.as_strided(shape, strides, at) for _, _, at, shape, strides in views]
-            self._view_cache = key, made
-        return self._view_cache[1]
+    def _take(self, flat: Tensor) -> None:
+        pieces = self.layout.pieces(0, self.layout.num_shards)
+        self._flat = flat
+        self._views = [flat.as_strided(shape, strides, at) for _, _, at, shape, strides in pieces]
 
     # ------------------------------------------------------------------ reduce
 
@@ -236,11 +217,11 @@ class Gradients:
     def pending(self) -> bool:
         """Whether gradients wait here for a reduction."""
         waits = self._waiting is not None and not self._in_flight
-        return self.flat is not None or waits or self.has_unpacked
+        return self._flat is not None or waits or self.has_unpacked
 
     def check_waiting(self) -> None:
         """Raise if main was written while microbatches wait."""
-        waits = self.flat is not None or self._waiting is not None
+        waits = self._flat is not None or self._waiting is not None
         if waits and self._stamp != self.main.writes:
             raise RuntimeError(
                 f"the main weights of '{self.name(0)}' and others changed while their gradients "
@@ -253,41 +234,30 @@ class Gradients:
         """Pack, and bring gradients as far as this microbatch asks for."""
         # Free memory first: the reductions under way and this one must not exceed the limit.
         flow.drain(0 if self._in_flight else flow.max_reductions - 1)
-        self._pack()
         main = self.main
+        self._pack()
         self._stamp = main.writes
-        if self.keep:
-            main.waiting = {index for index, seen in enumerate(self.seen) if seen}
+        if not self._to_main:
+            main.waiting = {index for index, seen in enumerate(self._seen) if seen}
+        if self._keep:
             return
-        last = self.last
-        self._fill(last and self._final)
-        flat, block = self._taken()
-        divisor = self._divisor if last else None
-        joins = self._waiting is not None
-        chain = [*self._inside, *self._outside] if last else self._inside
-        in_collective = divisor if (self._outside or not joins) and not self.sum_only else None
-        ready = self._room_for_result(flat) if last else None
-        if last:
-            came, self.seen = self.seen, [False] * len(self.seen)
-        else:
-            came = []
-            main.waiting = {index for index, seen in enumerate(self.seen) if seen}
+        self._fill()
+        flat, self._flat, self._views, self.written = self._on_wire(), None, [], set()
+        came: list[bool] = []
+        ready = None
+        if self._to_main:
+            came, self._seen = self._seen, [False] * len(self._seen)
+            ready = flat if self._becomes_grad else self._room_for_result()
         self._in_flight = True
-        held: list[Tensor] = [flat]
-        collectives = self._collectives(flow, flat, chain, ready, divisor, in_collective, held)
-        finish = partial(self._finish, flow, block, held, ready, came)
-        flow.launch(collectives, finish, single=len(chain) <= 1 and not main.divisions)
-
-    @property
-    def _divisor(self) -> float | None:
-        """The divisor of the sum; None for one."""
-        divisor = math.prod(self.ranks.sizes) if self.divisor is None else self.divisor
-        return None if divisor == 1 else float(divisor)
+        held = [flat]
+        single = len(self._inside) + len(self._outside) * self._to_main <= 1 and not main.divisions
+        finish = partial(self._finish, flow, held, ready, came)
+        flow.launch(self._send(flow, held, ready), finish, single=single)
 
     def _pack(self) -> None:
-        """Bring what autograd left on the leaves into ``flat``, in one pass over all."""
+        """Bring what autograd left on the leaves into ``_flat``, in one pass over all."""
         self._open()
-        views, written = self._views(), self.written
+        views, written = self._views, self.written
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
         with plain_attributes():
@@ -309,108 +279,101 @@ class Gradients:
             torch._foreach_add_([view for view, _ in more], [grad for _, grad in more])
         self.has_unpacked = False
         for index in written:
-            self.seen[index] = True
+            self._seen[index] = True
 
-    def _fill(self, final: bool) -> None:
-        """Define the parts of ``flat`` that nobody wrote. (Padding is never read.)"""
-        self._absent = set()
+    def _fill(self) -> None:
+        """Define the parts of ``_flat`` that nobody wrote. (Padding is never read.)"""
         if len(self.written) == len(self.unsharded):
             return
         quiet: list[Tensor] = []
-        for index, view in enumerate(self._views()):
-            if index not in self.written:
-                absent = final and self.unused == "none" and not self.seen[index]
-                if absent and self.sharded[index].grad is None:
-                    self._absent.add(index)
-                    view.fill_(torch.nan)
-                    if comm.observer is not None:
-                        comm.observer.lacks(self.name(index))
-                else:
-                    quiet.append(view)
+        loud = self._to_main and self._final and self.unused == "none"
+        for index, view in enumerate(self._views):
+            if index in self.written:
+                continue
+            if loud and not self._seen[index] and self.sharded[index].grad is None:
+                view.fill_(torch.nan)
+                if comm.observer is not None:
+                    comm.observer.lacks(self.name(index))
+            else:
+                quiet.append(view)
         if quiet:
             torch._foreach_zero_(quiet)
 
-    def _taken(self) -> tuple[Tensor, Block | None]:
-        """``flat`` in the wire dtype, with the block that its memory comes from."""
-        assert self.flat is not None
-        flat, block = self.flat, self._block
-        self.flat = self._block = None
-        self.written = set()
-        if flat.dtype != self.wire_dtype:
-            kept, self.keep = flat, False
-            flat, block = self._open().copy_(kept), self._block
-            self.flat = self._block = None
-            self._view_cache = (None, [])  # else views of ``kept`` would stay in memory
-        if block is None:
-            self._view_cache = (None, [])
-        return flat, block
+    def _on_wire(self) -> Tensor:
+        """The flat gradient in the dtype that is sent."""
+        kept = self._flat
+        assert kept is not None
+        if kept.dtype == self.wire_dtype:
+            return kept
+        self._flat, self._keep = None, False
+        self._open()
+        assert self._flat is not None
+        return self._flat.copy_(kept)
 
-    def _room_for_result(self, flat: Tensor) -> Tensor:
+    def _room_for_result(self) -> Tensor:
         """Memory for the new gradients, which nobody else will hold."""
-        main = self.main
-        if self._becomes_grad:
-            return flat
-        pin = self.pin and main.flat.device.type == "cpu"
-        made = torch.empty(
-            main.flat.numel(), dtype=main.dtype, device=main.flat.device, pin_memory=pin
-        )
-        return counted(made, "grad")
+        numel, dtype, device = self.main.flat.numel(), self.main.dtype, self.main.flat.device
+        pin = self.pin and device.type == "cpu"
+        return counted(torch.empty(numel, dtype=dtype, device=device, pin_memory=pin), "grad")
 
-    def _collectives(
-        self,
-        flow: Flow,
-        flat: Tensor,
-        chain: Sequence[tuple[int, bool]],
-        ready: Tensor | None,
-        divisor: float | None,
-        in_collective: float | None,
-        held: list[Tensor],
-    ) -> Iterator[comm.Pending]:
-        """Issue the collectives one after another; the caller waits for each."""
-        lanes, current, lane = flow.lanes, flat, "reduce"
-        num_inside = len(self._inside)
-        for position, (axis, scatters) in enumerate(chain):
-            if position == num_inside:
-                if self._waiting is not None:  # earlier microbatches, before the outer reduction
+    def _send(self, flow: Flow, held: list[Tensor], ready: Tensor | None) -> Iterator[None]:
+        """Issue the collectives one after another, each after the one before.
+
+        ``held``: what must stay in memory until compute has waited; at first the packed gradient.
+        ``ready``: the memory for the result of the last microbatch; None before it.
+        """
+        lanes, main, current = flow.lanes, self.main, held[0]
+        joins = ready is not None and self._waiting is not None
+        chain = [*self._inside, *self._outside] if ready is not None else self._inside
+        # The last collective divides, if nothing is added after it.
+        divides = bool(chain) and not self.sum_only and (bool(self._outside) or not joins)
+        divisor = self._divisor if ready is not None else None
+        lane: LaneName = "reduce"
+        for number, (axis, scatters) in enumerate(chain):
+            is_last = number == len(chain) - 1
+            if number == len(self._inside):
+                if joins:  # earlier microbatches, before the outer reduction
                     with lanes.on("reduce"):
                         current = self._joined(current)
                     held.append(current)
-                if num_inside:
+                if number:
                     lane = "outer"
                     lanes.join("outer", "reduce")
-            is_last = position == len(chain) - 1
-            on_wire = in_collective if is_last else None
-            with lanes.on(lane):  # type: ignore[arg-type]
-                link = flow.reduce_axis(self.ranks.axes[axis])
+            on_wire = divisor if is_last and divides else None
+            link = flow.reduce_axis(self.ranks.axes[axis])
+            with lanes.on(lane):
                 if scatters:
                     whole, current = current, current.view(link.size, -1)[link.rank]
                     if is_last and ready is not None and self._waiting is None:
                         alike = (ready.dtype, ready.device) == (current.dtype, current.device)
                         current = ready if alike else current
-                    yield comm.reduce_scatter(current, whole, link, divisor=on_wire)
-                elif self.main.divisions:
+                    pending = comm.reduce_scatter(current, whole, link, divisor=on_wire)
+                elif main.divisions:
                     yield from reduce_shares(current, self._shares(axis), link, on_wire)
+                    continue
                 else:
-                    yield comm.all_reduce(current, link, divisor=on_wire)
-        with lanes.on(lane):  # type: ignore[arg-type]
-            self._store(current, ready, divisor if in_collective is None or not chain else None)
-
-    def _store(self, current: Tensor, ready: Tensor | None, divisor: float | None) -> None:
-        """Put a reduced gradient where it is published from, or where it waits."""
-        if ready is None:
-            if self._waiting is None:
-                made = torch.empty(current.numel(), dtype=self.main.dtype, device=self.device)
-                self._waiting = counted(made, "grad_accumulator").copy_(current)
-            else:
+                    pending = comm.all_reduce(current, link, divisor=on_wire)
+                yield
+                pending.wait()
+        with lanes.on(lane):
+            if ready is not None:
+                if self._waiting is not None:
+                    current = self._joined(current)
+                if divisor is not None and not divides:
+                    current.div_(divisor)
+                if ready.data_ptr() != current.data_ptr():
+                    ready.copy_(current, non_blocking=True)
+            elif self._waiting is not None:
                 self._waiting.add_(current)
-            return
-        if self._waiting is not None and not self._outside:
-            current = self._joined(current)
-        self._waiting = None
-        if divisor is not None:
-            current.div_(divisor)
-        if ready.data_ptr() != current.data_ptr():
-            ready.copy_(current, non_blocking=True)
+            else:
+                made = torch.empty(current.numel(), dtype=main.dtype, device=self.device)
+                self._waiting = counted(made, "grad_accumulator").copy_(current)
+
+    @property
+    def _divisor(self) -> float | None:
+        """The divisor of the sum; None for one."""
+        divisor = math.prod(self.ranks.sizes) if self.divisor is None else self.divisor
+        return None if divisor == 1 else float(divisor)
 
     def _joined(self, current: Tensor) -> Tensor:
         """The sum of this microbatch and those that wait."""
@@ -422,31 +385,25 @@ class Gradients:
         """The elements that the reduction over an axis brings to each replica, where replicas
         divide the gradients of an optimizer between themselves."""
         main, over = self.main, self.ranks
-        divisions = main.divisions
-        if self._shares_of is not divisions:
-            self._shares_of, self._shares_by_axis = divisions, {}
+        if self._shares_of is not main.divisions:
+            self._shares_of, self._shares_by_axis = main.divisions, {}
         if axis not in self._shares_by_axis:
             pieces = [(low, high, offset) for low, high, offset, *_ in main.pieces]
             self._shares_by_axis[axis] = replica_shares(
-                pieces, divisions, main.placements, over.sizes, over.coordinate, axis
+                pieces, main.divisions, main.placements, over.sizes, over.coordinate, axis
             )
         return self._shares_by_axis[axis]
 
     # ------------------------------------------------------------------ publish
 
     def _finish(
-        self,
-        flow: Flow,
-        block: Block | None,
-        held: list[Tensor],
-        ready: Tensor | None,
-        came: list[bool],
+        self, flow: Flow, held: list[Tensor], ready: Tensor | None, came: list[bool]
     ) -> None:
         """The reduction is done, and compute has waited for it."""
         self._in_flight = False
+        if self.pool is not None:
+            self.pool.give(held[0])
         held.clear()
-        if block is not None:
-            block.release(self.source)
         if ready is not None:
             self.main.waiting = set()
             self._publish(flow, ready, came)
@@ -463,7 +420,7 @@ class Gradients:
             for index, (_, _, at, shape, strides) in enumerate(self.main.pieces):
                 told = came[index] or (zeros and self.unsharded[index].requires_grad)
                 grad = before[index]
-                if not told and (grad is None or index in self._absent):
+                if not told and grad is None:
                     continue
                 parameter: Any = self.sharded[index]
                 piece, cut = ready.as_strided(shape, strides, at), parameter.cut
@@ -488,23 +445,17 @@ class Gradients:
             for hook in grad_hooks(parameter):
                 hook(parameter)
 
-    def forget(self) -> None:
-        """Forget what was not published (``zero_grad``, ``reset_iter_state``)."""
+    def forget(self, under_way: bool = True) -> None:
+        """Forget what was not published (``zero_grad``). ``under_way=False``: after a step that an
+        exception has left, when nothing is."""
+        self._in_flight = self._in_flight and under_way
         for leaf in self.unsharded:
             GRAD.__set__(leaf, None)
             leaf._added = False
-        if self._packed is not None and not self._in_flight:
-            self._packed.release(self.source)
-        self.flat = self._block = self._waiting = None
-        self._view_cache = (None, [])
+        self._flat, self._views, self._waiting = None, [], None
         self.missing, self.delayed, self.written = set(), set(), set()
-        self.seen, self.has_unpacked = [False] * len(self.seen), False
+        self._seen, self.has_unpacked = [False] * len(self._seen), False
         self.main.waiting = set()
-
-    def abandon(self) -> None:
-        """The same, of a step that an exception has left; nothing is under way any more."""
-        self._in_flight = False
-        self.forget()
 
 
 def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
@@ -519,12 +470,14 @@ def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
 
 def reduce_shares(
     flat: Tensor, shares: Shares, link: comm.Axis, divisor: float | None
-) -> Iterator[comm.Pending]:
+) -> Iterator[None]:
     """Reduce in place: shared spans to every rank, each divided span to one rank. On other ranks
     the contents of a divided span are undefined afterwards."""
     if shares.shared:
         packed = _pack_spans(flat, shares.shared)
-        yield comm.all_reduce(packed, link, divisor=divisor)
+        pending = comm.all_reduce(packed, link, divisor=divisor)
+        yield
+        pending.wait()
         _unpack(flat, shares.shared, packed)
     if not shares.divided:
         return
@@ -532,11 +485,13 @@ def reduce_shares(
         length = shares.sizes[0]
         packed = _pack_spans(flat, shares.divided, link.size * length)
         mine = packed.view(link.size, length)[link.rank]
-        yield comm.reduce_scatter(mine, packed, link, divisor=divisor)
+        pending = comm.reduce_scatter(mine, packed, link, divisor=divisor)
     else:
         packed = _pack_spans(flat, shares.divided)
         mine = counted(packed.new_empty(shares.sizes[link.rank]), "receive")
-        yield comm.reduce_parts(mine, packed, shares.sizes, link, divisor=divisor)
+        pending = comm.reduce_parts(mine, packed, shares.sizes, link, divisor=divisor)
+    yield
+    pending.wait()
     _unpack(flat, shares.mine, mine)
 
 

@@ -31,7 +31,7 @@ from shardwise.core.buffer import Buffer
 from shardwise.core.compat import plain_attributes
 from shardwise.core.cut import Rows
 from shardwise.core.layout import Layout
-from shardwise.core.memory import CACHING, Block
+from shardwise.core.memory import Block
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import REPLICATE, SHARD, Placement, Placements, steps
 from shardwise.core.tensor import ShardedTensor
@@ -65,7 +65,7 @@ class Planes:
         self.first_shard, count = self.ranks.held(self.placements, self.layout.num_shards)
         room = codec.room(self.layout)
         self.sizes = [size for _, size in room]  # of a shard, in each buffer
-        self.blocks = [Block(count * n, dtype, device, kind, lane="gather") for dtype, n in room]
+        self.blocks = [Block(count * n, dtype, device, kind) for dtype, n in room]
         # How often main had been written when these were made; None: never, or released since.
         self.made_from: int | None = None
         self._steps: _Steps | None = None
@@ -80,11 +80,11 @@ class Planes:
 
     def acquire(self) -> None:
         for block in self.blocks:
-            block.acquire(CACHING)
+            block.acquire()
 
     def release(self) -> None:
         for block in self.blocks:
-            block.release(CACHING)
+            block.release()
         self.made_from = None
 
     def make(self, writes: int) -> comm.Pending:
@@ -460,7 +460,7 @@ class Group:
                 self.main.reading = None
         if self._kept_from is None:
             for block in self._kept:
-                block.release(CACHING)
+                block.release()
 
     def release(self, flow: Flow) -> None:
         """Give the memory back, on the lane that allocated it, once compute has read it. Weights
@@ -486,8 +486,8 @@ class Group:
                 length = source.numel() // axis.size
                 if len(self._kept) == number:
                     args = length, source.dtype, source.device
-                    self._kept.append(Block(*args, "compute", lane="gather"))
-                self._kept[number].acquire(CACHING)
+                    self._kept.append(Block(*args, "compute"))
+                self._kept[number].acquire()
                 self._kept[number].tensor.copy_(source.view(axis.size, length)[axis.rank])
         self._kept_axis, self._kept_from = axis, whole.made_from
 

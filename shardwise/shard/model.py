@@ -70,7 +70,7 @@ class Model(Flow):
             inner.name = name or type(root).__name__.removeprefix("FSDP")
             for group in inner.groups:
                 group.label, group.awaited = inner.name, None
-                group.gradients.source = model.source
+                group.gradients.pool = model.pool
                 model.offloads = model.offloads or group.offload
                 group.sync_initial_values()
         for inner, following in pairwise(units):  # until a forward has shown who follows

@@ -365,7 +365,7 @@ class Unit:
         self.backward, self.turn = "before", len(self.groups)
         self.put_away()
         for group in self.groups:
-            group.gradients.abandon()
+            group.gradients.forget(under_way=False)
             for parameter in group.sharded:
                 parameter.grad = None
 

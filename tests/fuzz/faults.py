@@ -44,8 +44,8 @@ FAULTS = {
     ),
     "hsdp: each microbatch replaces the one before": (
         "shard/gradient.py",
-        "                self._waiting.add_(current)\n            return",
-        "                self._waiting.copy_(current)\n            return",
+        "                self._waiting.add_(current)\n            else",
+        "                self._waiting.copy_(current)\n            else",
     ),
     "no sync: each microbatch replaces the one before": (
         "shard/gradient.py",
@@ -135,7 +135,7 @@ FAULTS = {
     ),
     "what an exception left in backward is not forgotten": (
         "shard/unit.py",
-        "            group.gradients.abandon()\n",
+        "            group.gradients.forget(under_way=False)\n",
         "",
     ),
 }

@@ -20,13 +20,6 @@ def full(model: Model) -> list[Tensor]:
     return found
 
 
-def packed_places(model: Model) -> list[int]:
-    """The last addresses of packed gradients."""
-    groups = [group for unit in (model, *model.layers) for group in unit._shardwise_unit.groups]
-    packed = [group.gradients._packed for group in groups]
-    return [block.tensor.data_ptr() for block in packed if block is not None]
-
-
 def evaluate(model: Model, rank: int, world_size: int) -> Tensor:
     with torch.no_grad():
         return loss_of(model, tokens(99, 0, rank, world_size))
@@ -72,11 +65,11 @@ def test_steps_that_are_alike_use_the_same_storages(
     for ours, theirs in zip(found[0], expected[0], strict=True):
         assert torch.equal(ours, theirs)
     assert found[1] == expected[1]
-    held, places = books().get("pool_idle", 0), packed_places(model)
+    held = books().get("pool_idle", 0)
     if strategy != "zero0":  # which sums in the gradient itself
-        assert 0 < held <= 2 * max(unit_numels(model)) * 4 and len(places) == 4
+        assert 0 < held <= 2 * max(unit_numels(model)) * 4
     run_schedule(model, rank, world_size, "plain")
-    assert books().get("pool_idle", 0) == held and packed_places(model) == places
+    assert books().get("pool_idle", 0) == held
 
 
 @pytest.mark.parametrize(

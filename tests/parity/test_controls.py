@@ -15,7 +15,6 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint.loading import _Job
 from shardwise.checkpoint.reading import write
-from shardwise.core.memory import TracePool
 from shardwise.optim import ownership
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
@@ -69,8 +68,8 @@ def written_by_two(patch: Patch) -> None:
 
     def pack(self: Gradients) -> None:
         packed(self)
-        if isinstance(self.source, TracePool) and self.flat is not None:
-            self.flat[:1] += 2**-20
+        if self.pool is not None and self._flat is not None:
+            self._flat[:1] += 2**-20
 
     patch.setattr(Gradients, "_pack", pack)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.core.memory import Block, Caching
+from shardwise.core.memory import Block
 from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, tokens
 from tests.parity.helpers import full_parameters, make_sharded
 from tests.ranks import on_ranks, run_ranks
@@ -21,23 +21,24 @@ from tests.ranks import on_ranks, run_ranks
 @contextmanager
 def poisoned_memory() -> Iterator[list[int]]:
     """Every block that gets memory gets NaN in all of it; counts the blocks."""
-    acquire, make, count = Caching.acquire, Block.__init__, [0]
+    acquire, make, count = Block.acquire, Block.__init__, [0]
 
-    def acquire_poison(self: Caching, block: Block) -> None:
-        acquire(self, block)
-        block.tensor.fill_(math.nan)
-        count[0] += 1
+    def acquire_poison(self: Block) -> None:
+        if not self.live:
+            acquire(self)
+            self.tensor.fill_(math.nan)
+            count[0] += 1
 
     def make_poison(self: Block, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)  # type: ignore[arg-type]
         self.tensor.fill_(math.nan)
         count[0] += 1
 
-    Caching.acquire, Block.__init__ = acquire_poison, make_poison  # type: ignore[method-assign]
+    Block.acquire, Block.__init__ = acquire_poison, make_poison  # type: ignore[method-assign]
     try:
         yield count
     finally:
-        Caching.acquire, Block.__init__ = acquire, make  # type: ignore[method-assign]
+        Block.acquire, Block.__init__ = acquire, make  # type: ignore[method-assign]
 
 
 def poison_padding(model: Model) -> int:

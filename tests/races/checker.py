@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core import streams
-from shardwise.core.memory import Block, Caching
+from shardwise.core.memory import Block
 from shardwise.core.tensor import ShardedTensor
 
 Clock = dict[str, int]
@@ -81,19 +81,21 @@ class Checker(TorchDispatchMode):
             def __init__(self, device: torch.device) -> None:
                 super().__init__(device, checker=checker)
 
-        def acquire(source: Caching, block: Block) -> None:
-            resize[0](source, block)
-            checker.allocated(block.tensor)
+        def acquire(block: Block) -> None:
+            if not block.live:
+                resize[0](block)
+                checker.allocated(block.tensor)
 
-        def release(source: Caching, block: Block) -> None:
-            checker.freed(block.tensor)
-            resize[1](source, block)
+        def release(block: Block) -> None:
+            if block.live:
+                checker.freed(block.tensor)
+                resize[1](block)
 
-        resize = Caching.acquire, Caching.release
+        resize = Block.acquire, Block.release
         for target in ("shard.flow", "optim.exchange"):
             self._patches.enter_context(patch(f"shardwise.{target}.Lanes", Lanes))
-        self._patches.enter_context(patch.object(Caching, "acquire", acquire))
-        self._patches.enter_context(patch.object(Caching, "release", release))
+        self._patches.enter_context(patch.object(Block, "acquire", acquire))
+        self._patches.enter_context(patch.object(Block, "release", release))
         super().__enter__()
         return self
 

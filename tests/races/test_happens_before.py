@@ -385,8 +385,8 @@ def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
             name_memory(checker, model)
 
-            def on_host(gradients: Any, flat: Any, checker: Checker = checker) -> Any:
-                main = make_main(gradients, flat)
+            def on_host(gradients: Any, checker: Checker = checker) -> Any:
+                main = make_main(gradients)
                 checker.name(main, "main gradient", on_host=True)
                 return main
 

@@ -175,7 +175,7 @@ def test_llama_pads_nothing_for_powers_of_two(dp: int) -> None:
 def test_mixtures_of_experts_pad_little(weights: list, dp: int) -> None:  # type: ignore[type-arg]
     matrices, rest = buckets_of(weights, dp)
     assert padding(matrices) <= 0.03
-    assert padding(rest) <= 0.001
+    assert padding(rest) <= 0.01
     assert len(matrices) >= MANY_BUCKETS
 
 
@@ -194,7 +194,7 @@ def test_small_buckets_instead_of_whole_matrices() -> None:
     costs = [price(item.shape) for item in items]
     for dp in (16, 64, 128):
         buckets = plan_matrices(items, costs, dp, BUCKET, grain=ROW)
-        assert len(buckets) >= MANY_BUCKETS and padding(buckets) < 0.001
+        assert len(buckets) >= MANY_BUCKETS and padding(buckets) < 0.002
         assert max(bucket.layout.numel for bucket in buckets) <= LARGEST_BUCKET * BUCKET
 
 
@@ -229,16 +229,10 @@ def test_small_matrices_are_whole_however_small_a_bucket(bucket_size: int) -> No
         assert len(buckets) == 8 // num_shards, "a row each"
 
 
-def test_more_ranks_than_matrices_share_them_in_equal_parts() -> None:
-    """4 matrices of 64 rows over 16 shards: 4 parts each, and a bucket for each two of them."""
-    buckets = plan(layers(4, [(64, 64)]), 16, 1 << 12)
-    assert padding(buckets) == 0
-    for bucket in buckets:
-        for index, item in enumerate(bucket.layout.items):
-            parts = 16 // len(bucket.layout.items)
-            assert item.grain == tensor_fraction(parts)
-            pieces = [bucket.layout.piece(index, shard) for shard in bucket.layout.holders(index)]
-            assert [hi - lo for lo, hi in pieces] == [item.numel // parts] * parts
+def test_more_ranks_than_matrices_share_them_by_rows() -> None:
+    buckets = plan(layers(4, [(1024, 1024)]), 16, 1 << 20)
+    assert padding(buckets) == 0 and holders(buckets) == {16: 4} and len(buckets) == 4
+    assert {item.grain for bucket in buckets for item in bucket.layout.items} == {ROW}
 
 
 def test_stacks_of_experts_are_cut_between_matrices() -> None:

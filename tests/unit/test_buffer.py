@@ -17,7 +17,6 @@ from torch import Tensor
 from shardwise.core import comm
 from shardwise.core.buffer import Buffer
 from shardwise.core.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
-from shardwise.core.memory import Caching
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import PARTIAL, REPLICATE, SHARD, Placement
 from tests.models import mesh_of
@@ -160,9 +159,9 @@ def test_views_saved_by_autograd_survive_a_release(rank: int, world_size: int) -
         for index, parameter in enumerate(parameters):
             parameter.data = whole.view(index).detach()
         y = torch.nn.functional.linear(x, *parameters)
-        whole.block.release(Caching())
+        whole.block.release()
         assert whole.flat.untyped_storage().nbytes() == 0 and not whole.block.live
-        whole.block.acquire(Caching())
+        whole.block.acquire()
         assert whole.flat.untyped_storage().nbytes() == whole.block.nbytes
         whole.flat.fill_(math.nan)
         if refill:

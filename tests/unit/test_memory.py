@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks, their sources and the ledger, without ranks."""
+"""Blocks, the pool and the ledger, without ranks."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
-from shardwise.core.memory import Block, Caching, Ledger, TracePool, ledger
+from shardwise.core.memory import Block, Ledger, TracePool, ledger
 
 CPU = torch.device("cpu")
 SIZE = 256  # elements: 1024 bytes
-
-
-def make(numel: int = SIZE, kind: str = "test", lane: str = "compute") -> Block:
-    block = Block(numel, torch.float32, CPU, kind, lane=lane)
-    block.release(Caching())
-    return block
 
 
 def bytes_of(kind: str) -> int:
@@ -52,11 +47,11 @@ def test_a_block_is_counted_while_it_has_memory_and_no_longer() -> None:
     try:
         block = Block(10, torch.bfloat16, CPU, "counted")
         assert bytes_of("counted") == block.nbytes == 20
-        block.release(Caching())
-        block.release(Caching())
+        block.release()
+        block.release()
         assert bytes_of("counted") == 0
-        block.acquire(Caching())
-        block.acquire(Caching())
+        block.acquire()
+        block.acquire()
         assert bytes_of("counted") == 20
         del block
         assert bytes_of("counted") == 0, "freed at once, without a collection"
@@ -69,15 +64,12 @@ def test_a_block_on_the_meta_device_counts_nothing() -> None:
     assert bytes_of("meta") == 0 and block.nbytes == 40
 
 
-# ------------------------------------------------------------------------------ caching
-
-
-def test_caching_takes_the_memory_and_keeps_the_tensor_and_its_views() -> None:
+def test_a_block_takes_the_memory_and_keeps_the_tensor_and_its_views() -> None:
     block = Block(SIZE, torch.float32, CPU, "test")
     view = block.tensor[16:32].view(4, 4)
-    block.release(Caching())
+    block.release()
     assert block.tensor.untyped_storage().nbytes() == 0
-    block.acquire(Caching())
+    block.acquire()
     block.tensor.copy_(torch.arange(SIZE))
     assert torch.equal(view.flatten(), torch.arange(16.0, 32.0))
 
@@ -89,8 +81,8 @@ def test_a_release_and_refill_is_no_change_to_autograd() -> None:
     weight.data = block.tensor.detach()
     x = torch.ones(4, requires_grad=True)
     loss = (x * weight).sum()
-    block.release(Caching())
-    block.acquire(Caching())
+    block.release()
+    block.acquire()
     block.tensor.fill_(3.0)
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 3.0))
@@ -99,99 +91,60 @@ def test_a_release_and_refill_is_no_change_to_autograd() -> None:
 # ------------------------------------------------------------------------------ the trace pool
 
 
-def play(pool: TracePool, script: str, **blocks: Block) -> None:
-    """``+a`` acquires, ``-a`` releases; what is alive must keep its contents throughout."""
-    alive: dict[str, float] = {}
+STEP = "+a +b -a +c -b -c +c +b -c +a -b -a"  # three units, each with the next one ahead, and back
+IDLE = "pool_idle"
+MEANT = {"a": 100, "b": 700, "c": 300, "d": 1}  # sizes of a script with several
+
+
+def play(pool: TracePool, script: str, sizes: dict[str, int] | None = None) -> None:
+    """``+a`` takes, ``-a`` gives back; what is alive must keep its contents throughout."""
+    alive: dict[str, tuple[torch.Tensor, float]] = {}
     for stamp, word in enumerate(script.split()):
         sign, name = word[0], word[1:]
-        block = blocks[name]
         if sign == "+":
-            block.acquire(pool)
-            block.tensor.fill_(float(stamp + 1))
-            alive[name] = float(stamp + 1)
+            numel = SIZE if sizes is None else sizes[name]
+            taken = pool.take(numel, torch.float32, CPU, "pooled")
+            assert taken.shape == (numel,)
+            alive[name] = taken.fill_(float(stamp)), float(stamp)
         else:
-            assert torch.equal(block.tensor, torch.full_like(block.tensor, alive.pop(name))), word
-            block.release(pool)
-        for other, value in alive.items():
-            tensor = blocks[other].tensor
+            pool.give(alive.pop(name)[0])
+        for other, (tensor, value) in alive.items():
             assert torch.equal(tensor, torch.full_like(tensor, value)), f"{word} overwrote {other}"
 
 
-STEP = "+a +b -a +c -b -c +c +b -c +a -b -a"  # three units, each with the next one ahead, and back
-IDLE = "pool_idle"
-
-
-def places(blocks: dict[str, Block]) -> dict[str, int]:
-    return {name: block.tensor.data_ptr() for name, block in blocks.items()}
-
-
-def test_blocks_that_are_never_alive_together_share_a_storage() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    play(pool, STEP, **blocks)
-    assert bytes_of(IDLE) == 2 * SIZE * 4, "two are alive at once"
-    play(pool, STEP, **blocks)
-    found = places(blocks)
-    assert len(set(found.values())) == 2
-    for _ in range(3):
-        play(pool, STEP, **blocks)
-        assert places(blocks) == found, "a step like the last one moves nothing"
-    assert bytes_of(IDLE) == 2 * SIZE * 4
-
-
-def test_the_pool_is_no_larger_than_the_most_that_was_alive() -> None:
+@pytest.mark.parametrize(
+    ("script", "sizes", "least", "most"),
+    [
+        (STEP, None, 2 * SIZE, 2 * SIZE),  # two are alive at once
+        ("+a +b -a +c -b +d -c +e -d +f -e -f", None, 2 * SIZE, 2 * SIZE),
+        ("+a +b -a +c -b +d -c -d", MEANT, 1000, 2 * 700),  # none is larger than the largest
+        ("+a -a +a +b +c -c -b -a", None, 3 * SIZE, 3 * SIZE),
+    ],
+    ids=["units", "a chain", "sizes", "another order"],
+)
+def test_the_pool_is_as_large_as_what_was_alive_at_once(
+    script: str, sizes: dict[str, int] | None, least: int, most: int
+) -> None:
     pool = TracePool()
-    blocks = {name: make() for name in "abcdef"}
-    play(pool, "+a +b -a +c -b +d -c +e -d +f -e -f", **blocks)
-    assert bytes_of(IDLE) == 2 * SIZE * 4
-
-
-def test_storages_hold_blocks_of_different_sizes() -> None:
-    """Two are alive at once, and none is larger than the largest block."""
-    pool, blocks = TracePool(), {"a": make(100), "b": make(700), "c": make(300), "d": make(1)}
     for _ in range(3):
-        play(pool, "+a +b -a +c -b +d -c -d", **blocks)
-    assert 1000 * 4 <= bytes_of(IDLE) <= 2 * 700 * 4
-    play(pool, "+b +d -b -d", **blocks)
-    assert bytes_of(IDLE) <= 2 * 700 * 4, "a small block leaves the large storage to the large one"
+        play(pool, script, sizes)
+        assert least * 4 <= bytes_of(IDLE) <= most * 4 and not bytes_of("pooled")
+    held = bytes_of(IDLE)
+    play(pool, STEP, None if sizes is None else sizes)
+    assert bytes_of(IDLE) == held, "a step like the last ones takes nothing"
 
 
-def test_lanes_share_no_storage() -> None:
-    pool = TracePool()
-    blocks = {"a": make(lane="gather"), "b": make(lane="reduce")}
-    for _ in range(2):
-        play(pool, "+a -a +b -b", **blocks)
-    assert bytes_of(IDLE) == 2 * SIZE * 4
-    assert blocks["a"].tensor.data_ptr() != blocks["b"].tensor.data_ptr()
-
-
-def test_another_order_stays_right() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    play(pool, STEP, **blocks)
-    play(pool, "+a +c -a -c", **blocks)  # they shared a storage
-    play(pool, "+c +a +b -c -b -a", **blocks)
-    assert bytes_of(IDLE) == 3 * SIZE * 4, "all three at once: one storage more"
-    play(pool, STEP, **blocks)
-    assert bytes_of(IDLE) == 3 * SIZE * 4
-
-
-def test_a_block_that_comes_alive_elsewhere_brings_its_storage() -> None:
-    pool, block = TracePool(), Block(SIZE, torch.float32, CPU, "test")
-    block.release(pool)
-    assert bytes_of(IDLE) == SIZE * 4
-    play(pool, "+a -a", a=make())
-    assert bytes_of(IDLE) == SIZE * 4, "the other block has used it"
-
-
-def test_the_pool_keeps_no_block_alive() -> None:
+def test_the_pool_keeps_nothing_alive_and_takes_nothing_that_it_did_not_lend() -> None:
     gc.disable()
     try:
-        pool, blocks = TracePool(), {name: make(kind="pooled") for name in "abc"}
-        play(pool, STEP, **blocks)
-        blocks["a"].acquire(pool)
+        pool = TracePool()
+        pool.give(torch.empty(SIZE))
+        assert bytes_of(IDLE) == 0
+        taken = pool.take(SIZE, torch.float32, CPU, "pooled")
         assert bytes_of("pooled") == SIZE * 4
-        blocks["a"].release(pool)
-        del blocks
-        assert bytes_of("pooled") == 0
+        del taken  # dropped by an exception, never given back
+        assert bytes_of("pooled") == bytes_of(IDLE) == 0
+        play(pool, STEP)
         del pool
         assert bytes_of(IDLE) == 0
     finally:

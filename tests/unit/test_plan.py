@@ -313,9 +313,9 @@ def test_layers_that_are_alike_and_ranks_cost_nothing_more(
     assert few["groups"] == many["groups"] == 2, "the root, and one block for all"
     assert few["layouts"] == 2 and many["layouts"] == 3, "over 4096 a block has two buffers"
     ranks = count_work(monkeypatch, {"dp": 4096}, 4)
-    # a buffer of weights (gathered twice; the root's once), and of packed gradients
-    assert few["events"] == 3 * (4 * 3 + 2) and ranks["events"] == 3 * (4 * 2 * 3 + 2)
-    assert many["events"] == 3 * (126 * 2 * 3 + 2), "three of sixteen microbatches are played"
+    # a buffer of weights, gathered twice; the root's once
+    assert few["events"] == 3 * (4 * 2 + 1) and ranks["events"] == 3 * (4 * 2 * 2 + 1)
+    assert many["events"] == 3 * (126 * 2 * 2 + 1), "three of sixteen microbatches are played"
 
 
 def test_405_billion_parameters_over_4096_ranks() -> None:
