@@ -89,8 +89,10 @@ nightly: $(VENV)/.installed-dev
 GPU_TESTS ?= tests/races tests/parity tests/comm tests/resume \
 	tests/interop/test_fsdp2_contract.py tests/faults/test_nccl_hangs.py
 GPU_RESULTS ?= benchmarks/results/nccl-one-gpu.json
+# Ranks wait for the GPU and for each other: half as many workers as a large machine has cores.
+GPU_WORKERS ?= 8
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -q -n $(GPU_WORKERS) --dist loadfile --no-loadscope-reorder \
 		--device cuda --results $(GPU_RESULTS) $(PYTEST_FLAGS) $(GPU_TESTS)
 
 $(VENV)/.installed-docs: $(VENV)/.installed
