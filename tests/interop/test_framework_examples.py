@@ -23,6 +23,8 @@ PACKAGES = {
     "11_lora": ["peft", "transformers"],
     "12_hugging_face_muon": ["transformers"],
     "14_keep_fsdp2_accelerate": ["accelerate", "transformers"],
+    "15_keep_fsdp2_trainer": ["accelerate", "transformers"],
+    "16_keep_fsdp2_torchtitan": [],
 }
 
 
