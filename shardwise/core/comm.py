@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,15 +80,12 @@ class Axis:
         return self.backends.get(tensor.device.type)
 
 
-GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
 _AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()  # by group, then by name
 
 
-def as_axis(group: GroupLike, name: str | None = None) -> Axis:
+def as_axis(group: dist.ProcessGroup, name: str | None = None) -> Axis:
     """The Axis of a process group. One group may be an axis of several meshes, under several
     names."""
-    if isinstance(group, Axis):
-        return group
     axes = _AXES.setdefault(group, {})
     if name is None:
         name = next(iter(axes), "group")
@@ -267,18 +264,18 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
 
 
 def _ran_elsewhere(
-    axis: Axis, out: Tensor, again: Callable[[Tensor, torch.device], Pending]
+    axis: Axis, collective: Callable[..., Pending], out: Tensor, *sources: Tensor
 ) -> bool:
-    """Run the collective on another device, where the axis cannot send from the memory of ``out``:
-    gloo reads host memory, NCCL device memory."""
+    """Run ``collective(out, *sources)`` on copies on another device, where the axis cannot send
+    from the memory of ``out``: gloo reads host memory, NCCL device memory."""
     backend, place = axis.backend_for(out), torch.device("cpu")
     if axis.group is None or (backend and (out.device == place or backend != "gloo")):
         return False
     if backend is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-    again(moved, place).wait()
-    out.copy_(moved)
+    moved = [tensor.to(place) for tensor in (out, *sources)]
+    collective(*moved).wait()
+    out.copy_(moved[0])
     return True
 
 
@@ -309,15 +306,15 @@ def _native(new: str, old: str) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------ the collectives
 
 
-def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
+def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     """``out`` = the shards of all ranks, in rank order. ``shard`` may be this rank's part of
     ``out``."""
-    return all_gather_together([(out, shard)], group)
+    return all_gather_together([(out, shard)], axis)
 
 
-def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike) -> Pending:
+def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], axis: Axis) -> Pending:
     """:func:`all_gather` for several pairs (out, shard) on one device, as one collective."""
-    axis, first = as_axis(group), parts[0][0]
+    first = parts[0][0]
     for out, shard in parts:
         assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
         mine = out.view(-1).chunk(axis.size)[axis.rank]
@@ -326,13 +323,9 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
     if axis.size == 1:
         return _DONE
 
-    def again(moved: Tensor, place: torch.device) -> Pending:
-        for out, shard in parts[1:]:
-            all_gather(out, shard, axis).wait()
-        return all_gather(moved, parts[0][1].to(place), axis)
-
-    nbytes = sum(out.nbytes for out, _ in parts)
-    if _ran_elsewhere(axis, first, again) or _counted_only("all_gather", axis, first, nbytes):
+    if all(_ran_elsewhere(axis, partial(all_gather, axis=axis), *pair) for pair in parts):
+        return _DONE
+    if _counted_only("all_gather", axis, first, sum(out.nbytes for out, _ in parts)):
         return _DONE
     if _by_messages(axis, first):
         chunks = [out.view(-1).chunk(axis.size) for out, _ in parts]
@@ -347,11 +340,10 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike
 
 
 def reduce_scatter(
-    out: Tensor, full: Tensor, group: GroupLike, *, divisor: float | None = None
+    out: Tensor, full: Tensor, axis: Axis, *, divisor: float | None = None
 ) -> Pending:
     """``out`` = this rank's shard of the sum over ranks, divided by ``divisor`` if one is given.
     ``out`` may be this rank's part of ``full``; ``full`` is read until ``wait``."""
-    axis = as_axis(group)
     assert full.numel() == out.numel() * axis.size and out.dtype == full.dtype
     _no_float8("reduce_scatter", full)
     if axis.size == 1:
@@ -360,8 +352,8 @@ def reduce_scatter(
         if divisor not in (None, 1):
             out.div_(divisor)
         return _DONE
-    again = lambda moved, place: reduce_scatter(moved, full.to(place), axis, divisor=divisor)  # noqa: E731
-    if _ran_elsewhere(axis, out, again) or _counted_only("reduce_scatter", axis, out, full.nbytes):
+    again, nbytes = partial(reduce_scatter, axis=axis, divisor=divisor), full.nbytes
+    if _ran_elsewhere(axis, again, out, full) or _counted_only("reduce_scatter", axis, out, nbytes):
         return _DONE
     if _by_messages(axis, full):
         parts = full.view(-1).chunk(axis.size)
@@ -380,14 +372,13 @@ def reduce_parts(
     out: Tensor,
     source: Tensor,
     sizes: Sequence[int],
-    group: GroupLike,
+    axis: Axis,
     *,
     divisor: float | None = None,
 ) -> Pending:
     """A reduce-scatter of parts that are ``sizes[rank]`` long: one all-to-all of exact sizes, then
     a sum in rank order on the receiver. An all-reduce that sums in rank order (gloo's) has the same
     bits. ``source`` is read until ``wait``."""
-    axis = as_axis(group)
     length = sizes[axis.rank]
     assert out.numel() == length and out.dtype == source.dtype
     _no_float8("reduce_parts", source)
@@ -441,18 +432,16 @@ def _native_sum(axis: Axis, divisor: float | None) -> tuple[Any, float | None]:
 
 
 def all_reduce(
-    tensor: Tensor, group: GroupLike, op: ReduceName = "sum", *, divisor: float | None = None
+    tensor: Tensor, axis: Axis, op: ReduceName = "sum", *, divisor: float | None = None
 ) -> Pending:
     """``tensor`` = the sum (maximum, minimum) over ranks, in place, the same bits on all ranks."""
-    axis = as_axis(group)
     _no_float8("all_reduce", tensor)
     if axis.size == 1:
         if divisor not in (None, 1):
             tensor.div_(divisor)
         return _DONE
-    again = lambda moved, _: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)  # noqa: E731
-    nbytes = tensor.nbytes
-    if _ran_elsewhere(axis, tensor, again) or _counted_only("all_reduce", axis, tensor, nbytes):
+    again, nbytes = partial(all_reduce, axis=axis, op=op, divisor=divisor), tensor.nbytes
+    if _ran_elsewhere(axis, again, tensor) or _counted_only("all_reduce", axis, tensor, nbytes):
         return _DONE
     if _by_messages(axis, tensor):
         return _all_reduce_messages(axis, tensor.view(-1), op, divisor)
@@ -486,19 +475,18 @@ def _all_reduce_messages(
 
 
 def all_to_all(
-    out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: GroupLike
+    out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], axis: Axis
 ) -> Pending:
     """Send ``sizes[peer]`` elements of ``source`` to each peer; ``out`` receives ``out_sizes``."""
-    axis = as_axis(group)
     assert out.numel() == sum(out_sizes) and source.numel() == sum(sizes)
     if axis.size == 1:
         out.copy_(source)
         return _DONE
     width, here = source.element_size(), axis.rank
     sent, arriving = sum(sizes) - sizes[here], sum(out_sizes) - out_sizes[here]
-    again = lambda moved, place: all_to_all(moved, source.to(place), out_sizes, sizes, axis)  # noqa: E731
+    again = partial(all_to_all, out_sizes=out_sizes, sizes=sizes, axis=axis)
     nbytes = sent * width, arriving * width
-    if _ran_elsewhere(axis, out, again) or _counted_only("all_to_all", axis, out, *nbytes):
+    if _ran_elsewhere(axis, again, out, source) or _counted_only("all_to_all", axis, out, *nbytes):
         return _DONE
     lengths = list(out_sizes), list(sizes)
     if _by_messages(axis, out):
@@ -509,24 +497,21 @@ def all_to_all(
     return _DONE
 
 
-def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """``tensor`` = the tensor of the rank ``source`` of the axis."""
-    axis = as_axis(group)
     if axis.size == 1:
         return _DONE
-    again = lambda moved, _: broadcast(moved.copy_(tensor), axis, source)  # noqa: E731
-    nbytes = tensor.nbytes
-    if _ran_elsewhere(axis, tensor, again) or _counted_only("broadcast", axis, tensor, nbytes):
+    again, nbytes = partial(broadcast, axis=axis, source=source), tensor.nbytes
+    if _ran_elsewhere(axis, again, tensor) or _counted_only("broadcast", axis, tensor, nbytes):
         return _DONE
     dist.broadcast(_wire(tensor), axis.peers[source], group=axis.group)
     return _DONE
 
 
-def agree(values: Any, group: GroupLike) -> list[Any]:
+def agree(values: Any, axis: Axis) -> list[Any]:
     """The small Python objects of all ranks, in rank order: for checks, saves and loads. This is
     one all-gather if no object is large; torch's own function takes two, for sizes and objects. An
     axis that pretends has only this rank."""
-    axis = as_axis(group)
     if axis.size == 1 or axis.pretends:
         return [values]
     packed = pickle.dumps(values)
@@ -547,9 +532,8 @@ def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
     return [bytes(part) for part in parts.cpu().numpy()]
 
 
-def tell(data: bytes, length: int, group: GroupLike) -> bytes:
+def tell(data: bytes, length: int, axis: Axis) -> bytes:
     """The bytes of the first rank of the axis, on every rank. ``length``: their number."""
-    axis = as_axis(group)
     if axis.size == 1 or axis.pretends:
         return data
     device = "cpu" if "cpu" in axis.backends else next(iter(axis.backends))

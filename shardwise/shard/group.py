@@ -211,7 +211,7 @@ class Group:
         self._kept: list[Block] = []  # 1/k of the weights, between forward and backward
         self._kept_from: int | None = None
         self._kept_axis: comm.Axis | None = None
-        self._gathers: list[comm.Pending] = []
+        self._under_way: comm.Pending | None = None
         self._ready: Any = None  # an event after the gather, for the compute lane to wait for
         self.awaited: int | None = None  # writes to main that the gather lane has waited for
         if not self.aliased:
@@ -413,9 +413,9 @@ class Group:
             if self._kept_from == writes:
                 pairs = list(zip(whole.tensors, [b.tensor for b in self._kept], strict=True))
                 assert self._kept_axis is not None
-                self._gathers = [comm.all_gather_together(pairs, self._kept_axis)]
+                self._under_way = comm.all_gather_together(pairs, self._kept_axis)
             else:
-                self._gathers = [whole.make(writes)]
+                self._under_way = whole.make(writes)
         self._kept_from, whole.made_from = None, writes
         self._issued(flow)
 
@@ -435,10 +435,10 @@ class Group:
             self.main.reading = partial(wait, event)
 
     def _arrive(self) -> None:
-        """Wait for the collectives under way. If one fails, nothing counts as gathered."""
-        gathers, self._gathers = self._gathers, []
+        """Wait for the collective under way. If it fails, nothing counts as gathered."""
+        pending, self._under_way = self._under_way, None
         try:
-            for pending in gathers:
+            if pending is not None:
                 pending.wait()
         except BaseException:
             assert self.whole is not None
@@ -448,7 +448,7 @@ class Group:
     @property
     def pending(self) -> bool:
         """Whether a gather is under way, so that :meth:`wait` must come before a use."""
-        return bool(self._gathers) or self._ready is not None
+        return self._under_way is not None or self._ready is not None
 
     def wait(self, flow: Flow) -> None:
         """Make the whole weights usable by what the caller computes next."""

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardwise as sw
 from shardwise.core import comm
+from shardwise.core.agreement import all_ranks
 from shardwise.optim.gradients import NonFiniteGradient
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.one_card import device_type
@@ -229,7 +230,7 @@ def load(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tens
     model, optimizer = build(strategy, world_size)
     # States exist before the first step, with the same keys on every rank.
     keys = [sorted(optimizer.state[p]) for p in model.parameters()]
-    assert all(theirs == keys for theirs in comm.agree(keys, torch.distributed.group.WORLD))
+    assert all(theirs == keys for theirs in comm.agree(keys, all_ranks()))
     advance(model, optimizer, range(7, 8))  # nothing of it may survive
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
