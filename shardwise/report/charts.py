@@ -107,7 +107,7 @@ def line(
         return []
     at, low, high, mean = columns(x, y, count)
     if not band:
-        few = {"mode": "lines+markers"} if 2 < len(y) <= FEW else {}
+        few = {"mode": "lines+markers"} if len(y) <= FEW else {}
         return [shown | {"x": _short(at), "y": _short(high)} | few]
     edges = [value for both in zip(low, high, strict=True) for value in both]
     faint = group | {
