@@ -249,7 +249,7 @@ class Data:
 
 def data(options: Data, words: list[str]) -> int:
     from shardwise.train.tokenise import make_tokens
-    from shardwise.train.tokens import read_info
+    from shardwise.train.tokens import open_tokens
 
     folder = make_tokens(
         options.sources,
@@ -258,7 +258,7 @@ def data(options: Data, words: list[str]) -> int:
         column=options.column,
         held_out=options.held_out,
     )
-    info = read_info(folder)
+    info = open_tokens(folder)[1]
     print(
         f"{folder}: {info.held_out_begins:,} tokens to train on and "
         f"{info.count - info.held_out_begins:,} held out, {info.vocab_size:,} different, "

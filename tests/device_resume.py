@@ -55,7 +55,7 @@ class Watched:
             self.trainer.run()
             self.seen[STEPS + 1] = {name: checksum(p) for name, p in self.parameters()}
         except KilledError:
-            self.trainer.close()
+            self.trainer.events.close()
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         optimizer = self.trainer.parts.optimizer

@@ -317,7 +317,7 @@ def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], axis: Axis) -> P
     first = parts[0][0]
     for out, shard in parts:
         assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
-        mine = out.view(-1).chunk(axis.size)[axis.rank]
+        mine = out.view(-1).narrow(0, axis.rank * shard.numel(), shard.numel())
         if (axis.size == 1 or _by_messages(axis, out)) and mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
     if axis.size == 1:

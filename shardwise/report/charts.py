@@ -107,7 +107,7 @@ def line(
         return []
     at, low, high, mean = columns(x, y, count)
     if not band:
-        few = {"mode": "lines+markers"} if 2 < len(y) <= FEW else {}
+        few = {"mode": "lines+markers"} if len(y) <= FEW else {}
         return [shown | {"x": _short(at), "y": _short(high)} | few]
     edges = [value for both in zip(low, high, strict=True) for value in both]
     faint = group | {
@@ -142,10 +142,8 @@ def styles(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def loss_chart(runs: Runs) -> Chart | None:
-    """The loss over tokens, or over steps if not every run counts tokens; None without a loss.
-
-    Of one run: of training and held out, with the entropies of simple references. Of several runs:
-    held out, if every run has a curve of it."""
+    """The loss over tokens; None without a loss. Of one run: of training and held out. Of several
+    runs: held out, if every run has a curve of it."""
     alone = len(runs) == 1
     in_bits = any(number(e.get("bits_per_byte")) is not None for es in runs.values() for e in es)
     field, word = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
@@ -153,51 +151,32 @@ def loss_chart(runs: Runs) -> Chart | None:
     held_out = {name: points_of(events, field, "eval") for name, events in runs.items()}
     if not any(trained.values()):
         return None
-    points = [
-        point for found in (trained, held_out) for several in found.values() for point in several
-    ]
-    axis = 0 if any(math.isnan(tokens) for _, tokens, _ in points) else 1
-    layout = axes(("steps", "tokens")[axis], word)
+    layout = axes("tokens", word)
 
     def drawn(name: str, points: Sequence[Point], **style: Any) -> list[Trace]:
-        return line(name, [p[axis] for p in points], [p[2] for p in points], **style)
+        return line(name, [p[1] for p in points], [p[2] for p in points], **style)
 
     if alone:
         ((name, events),) = runs.items()
         step, _, value = (held_out[name] or trained[name])[-1]
         corpus = last(events, "run").get("corpus") or {}
-        about = (
-            f"{'held out' if held_out[name] else 'train'} {value:.3f} {word} at step {step:,.0f}"
-        )
+        kind = "held out" if held_out[name] else "train"
+        about = f"{kind} {value:.3f} {word} at step {step:,.0f}"
         about += f", corpus {corpus['name']}" if corpus.get("name") else ""
         data = drawn("train", trained[name], band=True, color=BLUE)
         data += drawn("held out", held_out[name], color=ORANGE)
-        ends = trained[name][:: max(1, len(trained[name]) - 1)]
-        for reference, colour in (("unigram", GREY), ("bigram", GREEN), ("zlib", PINK)):
-            if in_bits and (level := number(corpus.get(reference))) is not None:
-                data += drawn(f"{reference} {level:.2f}", [(s, t, level) for s, t, _ in ends],
-                              color=colour, dash="dash", width=1.5)  # fmt: skip
-        layout["shapes"] = _resumes(events, trained[name], axis)
+        at = {step: tokens for step, tokens, _ in trained[name]}
+        resumed = [event.get("step") for event in events if event.get("kind") == "resume"]
+        layout["shapes"] = [upright(at[step]) for step in resumed if step in at]
+        about += "; dotted: resumed" if layout["shapes"] else ""
     else:
         evaluated = all(len(points) > 1 for points in held_out.values())
-        about = f"{'held out' if evaluated else 'of training'}"
-        data = []
+        about, data = "held out" if evaluated else "of training", []
         for name, style in styles(runs).items():
             shown = (held_out if evaluated else trained)[name]
             data += drawn(name, shown, band=not evaluated, count=COLUMNS // len(runs), **style)
     return Chart(title="Loss", about=about, data=data, layout=layout, height=460, wide=True,
                  logs=True)  # fmt: skip
-
-
-def _resumes(events: Sequence[Event], points: Sequence[Point], axis: int) -> list[dict[str, Any]]:
-    """A dotted line at each place where the run was resumed."""
-    steps = [number(event.get("step")) for event in events if event.get("kind") == "resume"]
-    return [
-        upright(max((p[axis] for p in points if p[0] <= step), default=0.0)) | {
-            "label": {"text": f"resumed at step {step:,.0f}", "textposition": "end",
-                      "textangle": 0, "xanchor": "left", "font": {"color": RED, "size": 11}}}
-        for step in steps if step is not None
-    ]  # fmt: skip
 
 
 def upright(x: float) -> dict[str, Any]:
@@ -207,11 +186,7 @@ def upright(x: float) -> dict[str, Any]:
 
 
 def _rate(position: int) -> Callable[[Event], Any]:
-    def read(event: Event) -> Any:
-        rates = event.get("lr")
-        return rates[position] if isinstance(rates, list) and position < len(rates) else None
-
-    return read
+    return lambda event: [*event.get("lr", ()), None, None][position]
 
 
 # title: (label of y, the lines: (name, field)).
@@ -229,7 +204,6 @@ _OVER_STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 def run_charts(runs: Runs) -> Iterator[Chart]:
     """Norm, learning rate, speed and experts, of one run or of several runs on the same axes."""
     looks, alone = styles(runs), len(runs) == 1
-    skipped = [e for es in runs.values() if alone for e in events_of(es, "skip")]
     for title, (y_label, fields) in _OVER_STEPS.items():
         layout, data = axes("steps", y_label), []
         band = title != "Learning rate"
@@ -244,8 +218,9 @@ def run_charts(runs: Runs) -> Iterator[Chart]:
         layout["showlegend"] = len(data) > 2 or not alone
         if title == "Gradient norm":
             layout["yaxis"]["type"] = "log"
-            layout["shapes"] = [upright(event["step"]) for event in skipped]
-            about += f"; steps dropped: {len(skipped)}" if skipped else ""
+            skips = [e["step"] for es in runs.values() if alone for e in events_of(es, "skip")]
+            layout["shapes"] = [upright(step) for step in skips]
+            about += f"; steps dropped: {len(skips)}" if skips else ""
         if data:
             yield Chart(title=title, about=about, data=data, layout=layout, logs=True)
 
@@ -352,22 +327,18 @@ def lanes_chart(profile: Profile) -> Chart | None:
 
 
 def moments(profile: Profile) -> list[tuple[float, dict[str, int]]]:
-    """The bytes held from each moment on. Of changes that are too close to see in a chart, only the
-    fullest moment and the last are kept: this loses no peak."""
+    """The bytes held from each moment on; of a column of the chart, the fullest moment."""
     memory, seconds = profile.get("memory") or {}, float(profile["seconds"])
     held = dict(memory.get("start", {}))
-    found, apart = [(0.0, dict(held))], seconds / COLUMNS
+    found = {-1: (0.0, dict(held))}  # by column
     for at, kind, nbytes in memory.get("changes", []):
         held[kind] = held.get(kind, 0) + nbytes
-        now = (min(float(at), seconds), dict(held))
-        close = len(found) > 2 and now[0] - found[-2][0] < apart
-        if close and sum(found[-1][1].values()) <= sum(found[-2][1].values()):
-            found[-1] = now
-        elif close and sum(found[-2][1].values()) <= sum(found[-1][1].values()):
-            found[-2:] = [found[-1], now]
-        else:
-            found.append(now)
-    return found if len(found) > 1 else []
+        now, column = min(float(at), seconds), int(COLUMNS * at / seconds)
+        before = found.get(column, (now, {}))
+        if sum(held.values()) >= sum(before[1].values()):
+            found[column] = now, dict(held)
+    found[COLUMNS + 1] = seconds, held
+    return list(found.values()) if memory.get("changes") else []
 
 
 def fullest(profile: Profile) -> dict[str, int]:
@@ -395,7 +366,6 @@ def memory_chart(profile: Profile) -> Chart | None:
     peak_at, held = max(found, key=lambda moment: sum(moment[1].values()))
     peak = sum(held.values())
     (unit, name), (per, size) = _time_unit(seconds), byte_unit(peak)
-    found = [*found, (seconds, found[-1][1])]
     times = _short(at / unit for at, _ in found)
     data = []
     for kind in in_order(kind for _, held in found for kind in held):
@@ -421,13 +391,9 @@ def memory_chart(profile: Profile) -> Chart | None:
 
 def planned_bar(plan: Mapping[str, Any]) -> dict[str, int]:
     """The parts of the plan's total."""
-    found = {
-        "main": plan["rest"].get("main", 0),
-        "compute": plan["rest"].get("compute", 0),
-        "grad": plan["loaded"].get("grad", 0),
-        "optimizer": plan["optimizer_bytes"],
-        "activations": plan.get("activations") or 0,
-    }
+    found = {kind: plan["rest"].get(kind, 0) for kind in ("main", "compute")}
+    found |= {"grad": plan["loaded"].get("grad", 0), "optimizer": plan["optimizer_bytes"]}
+    found["activations"] = plan.get("activations") or 0
     # Gradients need not all exist at the peak.
     found["grad"] -= min(found["grad"], max(0, sum(found.values()) - plan["total"]))
     return found | {"transient": max(0, plan["total"] - sum(found.values()))}

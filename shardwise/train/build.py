@@ -75,7 +75,7 @@ def build(config: TrainConfig, world: World, fitted: dict[str, Any] | None = Non
 
     world.together(check)
     corpus = read_corpus(config, world)
-    config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
+    config = world.together(lambda: with_vocabulary(config, corpus.info.vocab_size))
     config, fitted, decision = fit(config, world, fitted)
     options: dict[str, int] = {
         "context": config.model.context,

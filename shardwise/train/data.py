@@ -18,18 +18,17 @@ ranks:
 
 A run that is resumed with another number of ranks, or another batch, continues at the same sample:
 no sample is drawn twice or left out. Of several sources each gets its share of every ``PERIOD``
-samples, at places that a permutation of the period chooses, and counts its own samples.
+samples, at places that a permutation chooses, and counts its own samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.models.loss import IGNORED
-from shardwise.train.tokenise import Tokenizer, make_tokens, open_tokenizer
+from shardwise.train.tokenise import ROWS, make_tokens
 from shardwise.train.tokens import (
     TOKENIZER,
     DataError,
@@ -51,7 +50,6 @@ from shardwise.train.tokens import (
 )
 
 PERIOD = 10_000  # samples in which every source gets exactly its share: weights have four digits
-_STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -72,76 +70,15 @@ class Corpus:
     info: TokenInfo  # of the first source: vocabulary, end token, bytes of each token
     sha256: str  # equal digests mean equal data
     folder: Path | None = None  # of the tokenizer; None: unknown
-    train_rate: float | None = None  # mean bytes of a token to train on; None: unknown
-    token_bytes: NDArray[np.int64] = field(init=False)
+    bytes_per_token: float | None = None  # mean of the tokens to train on; None: unknown
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_bytes", np.array(self.info.token_bytes, np.int64))
-        for what, tokens in (("train on", self.parts[0].tokens), ("score", self.held_out)):
-            if len(tokens) < 2:
-                raise DataError(
-                    f"{self.name!r} leaves {len(tokens)} tokens to {what}, and at least 2 are "
-                    f"needed, one to read and one to predict: give more text"
-                )
-
-    @property
-    def vocab_size(self) -> int:
-        return self.info.vocab_size
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens to train on."""
-        return sum(len(part.tokens) for part in self.parts)
-
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self.folder is None else open_tokenizer(self.folder)
-
-    def bits_per_byte(self, loss: float, scored: Tokens | None = None) -> float:
-        """A loss in nats per token as bits per byte, or bits per token if bytes are unknown (see
-        ``unit``): of the tokens that were scored, or by the mean of the training text."""
-        rate = self.train_rate
-        if scored is not None and len(self.token_bytes):
-            rate = float(self.token_bytes[scored].mean())
-        return loss / math.log(2) / (rate or 1.0)
-
-    @property
-    def unit(self) -> str:
-        return "bits/token" if self.train_rate is None else "bits/byte"
-
-    @property
-    def field(self) -> str:
-        """The name of ``bits_per_byte`` in events: "bits_per_token" if bytes are unknown."""
-        return self.unit.replace("/", "_per_")
-
-
-def sources_of(spec: str) -> dict[str, float | None]:
-    """The sources in ``spec``, each with its weight; ``None`` without weights."""
-    if Path(spec).expanduser().exists():
-        return {spec: None}
-    words = [word.strip() for word in spec.split(",")]
-    found = [re.fullmatch(r"(.+):([0-9.e+-]+)", word) for word in words]
-    sources: dict[str, float | None] = dict.fromkeys(words)
-    if all(found):
-        sources = {match[1]: float(match[2]) for match in found if match}
-    weights = [weight for weight in sources.values() if weight is not None]
-    if len(sources) < len(words) or not all(sources) or not all(0 < w < math.inf for w in weights):
-        raise DataError(
-            f"{spec!r}: name each source once, with a positive weight for each, as in a:0.7,b:0.3, "
-            f"or with none"
-        )
-    return sources
-
-
-def folder_of(source: str, tokenizer: str) -> Path:
-    """The token folder of a source; of text it is made, once."""
-    if (folder := token_folder(source)) is not None:
-        return folder
-    if source.startswith("hf:") or source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-        raise DataError(
-            f"{source!r} holds rows: make tokens of them with shardwise data {source} --out "
-            f"FOLDER --tokenizer {tokenizer}, and train with --data FOLDER"
-        )
-    return make_tokens([source], tokenizer=tokenizer)
+    def bits_per_byte(self, loss: float, scored: Tokens | None = None) -> float | None:
+        """A loss in nats per token as bits per byte, if bytes are known: of the tokens that were
+        scored, or by the mean of the training text."""
+        rate = self.bytes_per_token
+        if scored is not None and self.info.token_bytes:
+            rate = float(np.array(self.info.token_bytes)[scored].mean())
+        return loss / math.log(2) / rate if rate else None
 
 
 def load_corpus(spec: str, *, tokenizer: str = "bytes", eval_data: str | None = None) -> Corpus:
@@ -152,49 +89,70 @@ def load_corpus(spec: str, *, tokenizer: str = "bytes", eval_data: str | None = 
         tokenizer: for text: ``bytes``, ``bpe:SIZE`` or the path of a pretrained tokenizer.
         eval_data: a source whose tokens are scored instead of the held-out tokens of ``spec``.
     """
-    sources = sources_of(spec)
-    folders = [folder_of(source, tokenizer) for source in sources]
+    sources = _sources_of(spec)
+    folders = [_folder_of(source, tokenizer) for source in sources]
     opened = [open_tokens(folder) for folder in folders]
-    infos, first = [info for _, info in opened], opened[0][1]
-    given = [*sources.values()]
-    sizes = [w or float(info.held_out_begins) for w, info in zip(given, infos, strict=True)]
-    weights = [size / (sum(sizes) or 1.0) for size in sizes]
+    infos = [info for _, info in opened]
+    sizes = [w or i.held_out_begins for w, i in zip(sources.values(), infos, strict=True)]
+    weights = [size / (sum(sizes) or 1) for size in sizes]
+    held = [tokens[info.held_out_begins :] for tokens, info in opened]
     if eval_data is not None:
-        scored, info = open_tokens(folder_of(eval_data, tokenizer))
-        infos.append(info)
-    else:  # in the proportions of the weights: the loss is that of the mixture
-        held = [tokens[info.held_out_begins :] for tokens, info in opened]
-        most = min(len(tokens) / (w or 1.0) for tokens, w in zip(held, weights, strict=True))
-        if len(held) > 1:
-            pairs = zip(held, weights, strict=True)
-            held = [tokens[: max(2, int(w * most))] for tokens, w in pairs]
-        scored = held[0] if len(held) == 1 else np.concatenate(held)
+        held = [(scored := open_tokens(_folder_of(eval_data, tokenizer)))[0]]
+        infos.append(scored[1])
+    elif len(held) > 1:  # in the proportions of the weights: the loss is that of the mixture
+        most = min(len(tokens) / w for tokens, w in zip(held, weights, strict=True))
+        held = [tokens[: int(w * most)] for tokens, w in zip(held, weights, strict=True)]
     if len({(info.vocab_size, info.tokenizer) for info in infos}) > 1:
         raise DataError(
             f"{spec!r} (eval_data={eval_data!r}): vocabularies of "
             f"{', '.join(str(info.vocab_size) for info in infos)}: make all with one tokenizer"
         )
-    infos = infos[: len(opened)]
-    rates = [(info.train_bytes or 0) / max(1, info.held_out_begins) for info in infos]
-    known = all(info.train_bytes is not None for info in infos)
-    words = [f"{info.sha256}:{w}" for info, w in zip(infos, weights, strict=True)]
-    mixed = hashlib.sha256("\n".join(words).encode()).hexdigest()
+    parts = [tokens[: info.held_out_begins] for tokens, info in opened]
+    scored_tokens = held[0] if len(held) == 1 else np.concatenate(held)
+    if min(map(len, (*parts, scored_tokens))) < 2:
+        raise DataError(f"{spec!r}: at least 2 tokens to train on and 2 held out: give more text")
+    digests = [f"{info.sha256}:{w}" for (_, info), w in zip(opened, weights, strict=True)]
+    mixed = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    known = [(i.train_bytes or 0) / i.held_out_begins for _, i in opened]
     return Corpus(
         name=spec,
-        parts=tuple(
-            Part(tokens[: info.held_out_begins], weight)
-            for (tokens, info), weight in zip(opened, weights, strict=True)
-        ),
-        held_out=scored,
-        info=first,
-        sha256=first.sha256 if len(words) == 1 else mixed,
-        folder=_tokenizer_folder(folders[0], first),
-        train_rate=sum(map(operator.mul, weights, rates)) if known else None,
+        parts=tuple(map(Part, parts, weights)),
+        held_out=scored_tokens,
+        info=infos[0],
+        sha256=infos[0].sha256 if len(opened) == 1 else mixed,
+        folder=_tokenizer_folder(folders[0], infos[0]),
+        bytes_per_token=float(np.dot(weights, known)) if all(known) else None,
     )
 
 
+def _sources_of(spec: str) -> dict[str, float | None]:
+    """The sources in ``spec``, each with its weight; ``None`` without weights."""
+    words = [spec] if Path(spec).expanduser().exists() else spec.split(",")
+    found = [re.fullmatch(r"(.+?)(?::([0-9.]+))?", word.strip()) for word in words]
+    sources = {match[1]: float(match[2]) if match[2] else None for match in found if match}
+    weights = [weight for weight in sources.values() if weight is not None]
+    if len(sources) < len(words) or len(weights) not in (0, len(words)) or not all(weights):
+        raise DataError(
+            f"{spec!r}: name each source once, with a positive weight for each, as in a:0.7,b:0.3, "
+            f"or with none"
+        )
+    return sources
+
+
+def _folder_of(source: str, tokenizer: str) -> Path:
+    """The token folder of a source; of text it is made, once."""
+    if (folder := token_folder(source)) is not None:
+        return folder
+    if source.startswith("hf:") or source.endswith(ROWS):
+        raise DataError(
+            f"{source!r} holds rows: make tokens of them with shardwise data {source} --out "
+            f"FOLDER --tokenizer {tokenizer}, and train with --data FOLDER"
+        )
+    return make_tokens([source], tokenizer=tokenizer)
+
+
 def _tokenizer_folder(folder: Path, info: TokenInfo) -> Path | None:
-    """The folder, if the tokenizer there is the one that made the tokens."""
+    """The folder, if the tokenizer that made the tokens lies there."""
     file = folder / TOKENIZER
     if info.tokenizer is None or not file.is_file():
         return None
@@ -227,100 +185,81 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        shortest = min(len(part.tokens) for part in corpus.parts)
-        if shortest < context + 1:
+        self._counts = [(len(part.tokens) - 1) // context for part in corpus.parts]  # windows
+        if not all(self._counts):
+            shortest = min(len(part.tokens) for part in corpus.parts)
             raise DataError(
                 f"{shortest} training tokens do not fill a window of context={context} and the "
                 f"token after it: give more text or shorten the context"
             )
+        weights = np.array([part.weight for part in corpus.parts])
+        ends = np.round(weights.cumsum() / weights.sum() * PERIOD).astype(np.int64)
+        self._shares = np.diff(ends, prepend=0)  # samples of each source in a period
+        if not all(self._shares):
+            raise DataError(
+                f"{corpus.name!r}: a weight gives less than one of {PERIOD} samples: raise it, or "
+                f"leave that source out"
+            )
+        # The source of each sample of a period, and which of the source's samples it is.
+        places = permute(np.arange(PERIOD), PERIOD, 0, 0)
+        self._sources = np.repeat(np.arange(len(ends)), self._shares)[places]
+        self._turns = np.empty(PERIOD, np.int64)
+        for source, share in enumerate(self._shares):
+            self._turns[self._sources == source] = np.arange(share)
         self.corpus, self.context, self.global_batch = corpus, context, global_batch
-        self.rank, self.world_size = rank, world_size
-        self.fingerprint = corpus.sha256
-        # For each source: windows, first window, samples of each period.
-        self._counts = np.array([(len(part.tokens) - 1) // context for part in corpus.parts])
-        self._firsts = self._counts.cumsum() - self._counts
-        self._shares = divide(PERIOD, [part.weight for part in corpus.parts])
-        self.num_windows = int(self._counts.sum())
+        self.batch_size = global_batch // world_size  # windows of one step on this rank
+        self.first = rank * self.batch_size
         self.seed = seed
         self.position = 0  # samples drawn so far by all ranks together
-
-    @property
-    def batch_size(self) -> int:
-        """The number of windows of one step on this rank."""
-        return self.global_batch // self.world_size
 
     def described(self, steps: int) -> str:
         """The number of tokens, and how often a run of this number of steps draws each token, for
         each source."""
         corpus = self.corpus
+        numel = sum(len(part.tokens) for part in corpus.parts)
         times = steps * self.global_batch * self._shares / PERIOD / self._counts
         return (
-            f"{corpus.num_tokens / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out, "
+            f"{numel / 1e6:.2f}M tokens, {len(corpus.held_out) / 1e6:.2f}M held out, "
             f"drawn {' / '.join(f'{number:.2g}' for number in times)} times"
         )
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next step's tokens and targets, both [batch_size, context]; advances the position."""
-        batch = self.batch(self.position)
-        self.position += self.global_batch
-        return batch
-
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of the step that begins at sample ``position``."""
-        windows = self.windows(position)
-        sources = np.searchsorted(self._firsts, windows, side="right") - 1
-        rows = np.empty((len(windows), self.context + 1), np.int64)
-        for source in np.unique(sources):
-            here = sources == source
-            begins = (windows[here] - self._firsts[source]) * self.context
-            rows[here] = self.corpus.parts[source].tokens[
-                begins[:, None] + np.arange(self.context + 1)
-            ]
-        check_range(rows.reshape(-1), self.corpus.vocab_size, f"samples from {position} on")
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        """The tokens and the targets of this rank, both [batch_size, context], in the step that
+        begins at sample ``position``."""
+        rows = []
+        for source, window in self.windows(position):
+            begin = window * self.context
+            rows.append(self.corpus.parts[source].tokens[begin : begin + self.context + 1])
+        both = np.stack(rows).astype(np.int64)
+        check_range(both.ravel(), self.corpus.info.vocab_size, f"samples from {position} on")
+        tokens = torch.from_numpy(both)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def windows(self, position: int) -> NDArray[np.int64]:
-        """The windows of this rank's share of that step, in order."""
-        begin = position + self.rank * self.batch_size
-        samples = np.arange(begin, begin + self.batch_size, dtype=np.int64)
-        if len(self._counts) == 1:
-            return self._shuffled(samples, 0)
-        periods, places = samples // PERIOD, samples % PERIOD
-        for period in np.unique(periods):
-            here = periods == period
-            # The number differs from that of any epoch, so the permutations are independent.
-            places[here] = permute(places[here], PERIOD, self.seed, int(period) + (1 << 62))
-        firsts = np.cumsum(self._shares) - self._shares
-        sources = np.searchsorted(firsts, places, side="right") - 1
-        own = periods * self._shares[sources] + places - firsts[sources]
-        windows = np.empty_like(samples)
+    def windows(self, position: int) -> list[tuple[int, int]]:
+        """(source, window in it) of this rank's samples in that step, in order."""
+        samples = position + self.first + np.arange(self.batch_size)
+        periods, places = np.divmod(samples, PERIOD)
+        sources = self._sources[places]
+        own = periods * self._shares[sources] + self._turns[places]
+        found = np.empty_like(own)
         for source in np.unique(sources):
-            here = sources == source
-            windows[here] = self._shuffled(own[here], int(source)) + self._firsts[source]
-        return windows
-
-    def _shuffled(self, samples: NDArray[np.int64], source: int) -> NDArray[np.int64]:
-        """The windows of a source for these samples of the source."""
-        size = int(self._counts[source])
-        epochs = samples // size
-        windows = np.empty_like(samples)
-        for epoch in np.unique(epochs):  # rarely more than one
-            here = epochs == epoch
-            windows[here] = permute(samples[here] % size, size, self.seed, int(epoch))
-        return windows
+            size = self._counts[source]
+            epochs, indices = np.divmod(own, size)
+            for epoch in np.unique(epochs[sources == source]):  # rarely more than one
+                here = (sources == source) & (epochs == epoch)
+                found[here] = permute(indices[here], size, self.seed, int(epoch))
+        return [*zip(sources.tolist(), found.tolist(), strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank, as values for JSON."""
-        names = ("position", "seed", "context", "num_windows", "fingerprint")
-        return {"version": _STATE_VERSION, **{name: getattr(self, name) for name in names}}
+        data = {"context": self.context, "fingerprint": self.corpus.sha256}
+        return {"position": self.position, "seed": self.seed, **data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``, with its seed."""
-        own = self.state_dict() | {key: state.get(key) for key in ("position", "seed")}
-        different = [key for key, value in own.items() if state.get(key) != value]
-        numbers = [state.get(key) for key in ("position", "seed")]
-        if different or not all(type(number) is int and number >= 0 for number in numbers):
+        own, numbers = self.state_dict(), (state.get("position"), state.get("seed"))
+        same = all(state.get(key) == own[key] for key in ("context", "fingerprint"))
+        if not same or not all(type(number) is int and number >= 0 for number in numbers):
             raise DataError(
                 f"the saved position {state} is of other data than {own}: resume with the data and "
                 f"the context of the saved run, or start a new run"
@@ -339,18 +278,18 @@ class Batches:
 
     def next(self) -> tuple[Tensor, ...]:
         """The next step's tokens and targets; advances the sampler's position."""
+        sampler, position = self.sampler, self.sampler.position
+        sampler.position += sampler.global_batch
         if self._thread is None:
-            return self.sampler.next_batch()
-        position, ahead = self.sampler.position, self._ahead
+            return sampler.batch(position)
+        ahead = self._ahead
         if ahead is None or ahead[0] != position:  # the first step, also after a resume
-            ahead = position, self._thread.submit(self._prepare, position)
+            ahead = position, self._thread.submit(self._pinned, position)
         batch = ahead[1].result()
-        self.sampler.position += self.sampler.global_batch
-        later = self.sampler.position
-        self._ahead = later, self._thread.submit(self._prepare, later)
+        self._ahead = sampler.position, self._thread.submit(self._pinned, sampler.position)
         return tuple(part.to(self.device, non_blocking=True) for part in batch)
 
-    def _prepare(self, position: int) -> tuple[Tensor, ...]:
+    def _pinned(self, position: int) -> tuple[Tensor, ...]:
         return tuple(part.pin_memory() for part in self.sampler.batch(position))
 
 
@@ -372,63 +311,40 @@ class HeldOut:
         *,
         context: int,
         batch_size: int,
+        max_windows: int,
         rank: int = 0,
         world_size: int = 1,
-        max_windows: int | None = None,
     ) -> None:
-        self.tokens = tokens = corpus.held_out
-        self.context, self.batch_size = context, batch_size
-        self.vocab_size = corpus.vocab_size
+        self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.rank, self.world_size = rank, world_size
-        count = -(-(len(tokens) - 1) // context)  # the last window may be short
-        most = count if max_windows is None else min(count, max_windows)
+        count = -(-(len(corpus.held_out) - 1) // context)  # the last window may be short
+        most = min(count, max_windows)
         self.windows = np.arange(most, dtype=np.int64) * count // most
-
-    def __len__(self) -> int:
-        """The number of batches of each rank."""
-        return -(-len(self.windows) // (self.batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Tokens and targets, both [batch_size, context], and the number of scored targets."""
-        for index in range(len(self)):
-            first = (index * self.world_size + self.rank) * self.batch_size
-            yield self._batch(self.windows[first : first + self.batch_size])
 
     @property
     def scored(self) -> Tokens:
         """The target tokens of all ranks together."""
-        begins = self.windows * self.context + 1
-        return np.concatenate([self.tokens[at : at + self.context] for at in begins.tolist()])
+        begins = (self.windows * self.context + 1).tolist()
+        return np.concatenate([self.corpus.held_out[at : at + self.context] for at in begins])
 
-    def _batch(self, windows: NDArray[np.int64]) -> tuple[Tensor, Tensor, int]:
-        tokens = torch.zeros(self.batch_size, self.context, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORED)
-        scored = 0
-        for row, window in enumerate(windows.tolist()):
-            begin = window * self.context
-            part = self.tokens[begin : begin + self.context + 1]
-            check_range(part, self.vocab_size, "the held-out tokens", begin)
-            both = torch.from_numpy(part.astype(np.int64))
-            length = len(both) - 1
-            tokens[row, :length], targets[row, :length] = both[:-1], both[1:]
-            scored += length
-        return tokens, targets, scored
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Tokens and targets, both [batch_size, context], and the number of scored targets."""
+        each = self.batch_size * self.world_size
+        for first in range(0, len(self.windows), each):
+            begin = first + self.rank * self.batch_size
+            tokens = torch.zeros(self.batch_size, self.context, dtype=torch.int64)
+            targets, scored = torch.full_like(tokens, IGNORED), 0
+            for row, window in enumerate(self.windows[begin : begin + self.batch_size].tolist()):
+                at = window * self.context
+                part = self.corpus.held_out[at : at + self.context + 1]
+                check_range(part, self.corpus.info.vocab_size, "the held-out tokens", at)
+                both, length = torch.from_numpy(part.astype(np.int64)), len(part) - 1
+                tokens[row, :length], targets[row, :length] = both[:-1], both[1:]
+                scored += length
+            yield tokens, targets, scored
 
 
 # ------------------------------------------------------------------------------------- permutations
-
-
-def divide(total: int, weights: Sequence[float]) -> NDArray[np.int64]:
-    """Whole numbers that sum to ``total``, in proportion to the weights."""
-    ends = np.round(np.cumsum(weights) / sum(weights) * total).astype(np.int64)
-    parts = np.diff(ends, prepend=0)
-    if parts.min() < 1:
-        least = weights[int(parts.argmin())] / sum(weights)
-        raise DataError(
-            f"a weight of {least:.2g} gives less than one of {total} samples: raise it, or leave "
-            f"that source out"
-        )
-    return parts
 
 
 def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:

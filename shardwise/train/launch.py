@@ -21,20 +21,20 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from glob import glob
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,11 @@ from shardwise.core.rehearsal import ranks_per_gpu, use_gpu
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-logger = logging.getLogger(__name__)
-
 Made = TypeVar("Made")
 
-STOP_FILE = "SHARDWISE_STOP"  # the path of a file; ranks save and end when it exists
-LAUNCHER = "SHARDWISE_LAUNCHER"  # "PID:FOLDER" of the `shardwise train` that started this rank
+# Paths of files: ranks save and end when one of them exists. The second is the launcher's.
+STOP_FILES = ("SHARDWISE_STOP", "SHARDWISE_LAUNCHER_STOP")
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 GPUS = "/dev/nvidia[0-9]*"
 MODULE = "shardwise.cli"
 _PR_SET_PDEATHSIG = 1
@@ -128,100 +127,62 @@ def join(timeout: float) -> World:
     )
 
 
-def launcher() -> tuple[int | None, Path | None]:
-    """The pid of the ``shardwise train`` that started this rank, and its temporary folder; None if
-    another launcher started the rank."""
-    pid, _, folder = os.environ.get(LAUNCHER, "").partition(":")
-    return (int(pid), Path(folder)) if folder else (None, None)
-
-
 def end_with_launcher() -> None:
     """Make the kernel send SIGTERM (save and end) to this rank when its launcher dies, for any
-    reason. Linux only."""
-    if launch_name() is None or sys.platform != "linux":
-        return  # started by hand, perhaps from a shell that ends before the run
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if launcher()[0] not in (None, os.getppid()):  # it died before the call above
-        raise RuntimeError("the launcher of this rank has died")
+    reason. Linux only; not for ranks started by hand, perhaps from a shell that ends before."""
+    if launch_name() is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def leave(code: int) -> None:
-    """End this rank: orderly after success, at once after a failure (other ranks may be stuck)."""
+def leave(code: int) -> NoReturn:
+    """End this process: orderly after success, at once after a failure (other ranks may be stuck).
+    Python's own end takes long with torch."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError):  # a closed pipe, a full disk: the output is lost
             stream.flush()
-        except OSError:  # a closed pipe, a full disk: the rest of the output is lost
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
-    pid, folder = launcher()
-    if folder is not None and pid != os.getppid():  # the launcher is dead and left its folder
-        shutil.rmtree(folder, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
-        return
     os._exit(code)
 
 
-# ------------------------------------------------------------------------------ requests to stop
-
-
-@contextlib.contextmanager
-def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call ``handler`` for the signals by which a user, a closed terminal or a batch system stops
-    a run, except those that this process ignores (``nohup`` ignores SIGHUP)."""
-    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def asking_to_stop(stop: Path) -> Iterator[None]:
-    """While the context is open, a signal creates the file ``stop``, which makes the ranks stop."""
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and stop.exists():
-            raise KeyboardInterrupt
-        stop.touch()
-
-    with on_stop_signals(ask):
-        yield
-
-
 class Guard:
-    """Records requests to stop, in the main thread, while the context is open."""
+    """Records requests to stop, in the main thread, while the context is open: the signals by which
+    a user, a closed terminal or a batch system stops a run, except those that this process ignores
+    (``nohup`` ignores SIGHUP), stop files, and the end of ``hours``.
 
-    def __init__(self, hours: float | None = None) -> None:
+    Args:
+        tell: a file to create at a signal.
+    """
+
+    def __init__(self, *, hours: float | None = None, tell: Path | None = None) -> None:
         self.heard: str | None = None
-        folder = launcher()[1]
-        own = "" if folder is None else str(folder / "stop")
-        self._files = [os.environ.get(STOP_FILE, ""), own]
-        self._hours, self._end = hours, time.monotonic() + 3600 * (hours or 0.0)
-        self._signals = on_stop_signals(self._hear)
+        self._files = [os.environ.get(name, "") for name in STOP_FILES]
+        self._tell, self._hours = tell, math.inf if hours is None else hours
+        self._began = time.monotonic()
 
     def __enter__(self) -> Guard:
         faulthandler.enable()
-        self._signals.__enter__()
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._signals.__exit__(*error)
+        for number, old in self._before.items():
+            signal.signal(number, old)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.heard == "SIGINT":
             raise KeyboardInterrupt  # the second Ctrl-C: end at once, without a checkpoint
         self.heard = signal.Signals(number).name
+        if self._tell is not None:
+            self._tell.touch()
 
     @property
     def asked(self) -> str | None:
         """The request to stop that this rank has received, or None."""
         if self.heard is None and any(map(os.path.exists, self._files)):
             self.heard = "a stop request"
-        if self.heard is None and self._hours is not None and time.monotonic() >= self._end:
+        if self.heard is None and time.monotonic() - self._began >= 3600 * self._hours:
             self.heard = f"hours={self._hours:g} are over"
         return self.heard
 
@@ -253,7 +214,8 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
-        os.environ[LAUNCHER] = f"{os.getpid()}:{scratch}"
+        stop = Path(scratch) / "stop"
+        os.environ[STOP_FILES[1]] = str(stop)
         options = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
         # As with --standalone: a rendezvous of this machine alone, on any free port.
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -266,7 +228,7 @@ def launch(arguments: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         # torch must not parse our arguments: it takes --nproc for an abbreviation of its own flag.
         config, command, rest = run.config_from_args(run.parse_args([*options, "-m", MODULE]))
         try:
-            with asking_to_stop(Path(scratch) / "stop"):
+            with Guard(tell=stop):
                 elastic_launch(config, command)(*rest, *arguments)
         except ChildFailedError as error:
             return explain(error.failures)
@@ -281,21 +243,20 @@ def explain(failures: Mapping[int, ProcessFailure]) -> int:
     When a rank fails, torchrun ends the others: it sends SIGTERM, and SIGKILL some seconds later.
     So a rank that died of another signal within a second of the first failure has caused it.
     """
-    first = min((failure.timestamp for failure in failures.values()), default=0)
-
-    def order(item: tuple[int, ProcessFailure]) -> tuple[Any, ...]:
-        failure = item[1]
-        ended = failure.exitcode == -signal.SIGTERM  # by torchrun, before it could answer
-        return failure.timestamp > first + 1, ended, failure.exitcode >= 0, failure.timestamp
-
-    for rank, failure in sorted(failures.items(), key=order):
-        if failure.exitcode >= 0:
-            return failure.exitcode or 1
-        name = signal.Signals(-failure.exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        sys.stderr.write(
-            f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
-            f"Continue from the newest checkpoint with --resume\n"
-        )
-        return 128 - failure.exitcode
-    return 1
+    first = min(failure.timestamp for failure in failures.values())
+    killed = [
+        (rank, failure)
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        if failure.timestamp <= first + 1
+    ]
+    if not killed:
+        return max(1, *(failure.exitcode for failure in failures.values()))
+    rank, failure = min(killed, key=lambda item: item[1].timestamp)
+    name = signal.Signals(-failure.exitcode).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    sys.stderr.write(
+        f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
+        f"Continue from the newest checkpoint with --resume\n"
+    )
+    return 128 - failure.exitcode

@@ -6,7 +6,7 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
-{"kind": "skip",   "step": 117, "grad_norm": "nan"}
+{"kind": "skip",   "step": 117, "grad_norm": "nan", "gradients": ["blocks.3.wq.weight"]}
 {"kind": "resume", "step": 100, "path": ..., "text": what the load did}
                    path null: begun again, nothing was saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
@@ -23,16 +23,14 @@ import math
 import os
 import re
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from shardwise.moe import mixtures_of
@@ -40,7 +38,7 @@ from shardwise.moe.router import statistics_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import flops_per_token
 from shardwise.train.launch import World
-from shardwise.words import count_text
+from shardwise.words import count_text, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +59,15 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._before = b"\n" if path.exists() else b""
 
     def log(self, event: Event) -> None:
-        line = json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
+        line = self._before + json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
+        self._before = b"\n"
         with self.path.open("ab", buffering=0) as file:
-            if file.tell() and not _ends_a_line(self.path):
-                line = b"\n" + line
-            while line:  # a full disk takes a part, and raises at the next write
-                line = line[file.write(line) :]
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._before = b""
 
     def close(self) -> None:
         pass
@@ -91,17 +89,16 @@ class Events:
     def __call__(self, kind: str, **values: Any) -> None:
         event = {"kind": kind, "time": round(time.time(), 3), **values}
         for sink in self.sinks:
-            self._try(sink, partial(sink.log, event))
+            self._send(sink, "log", event)
 
     def close(self) -> None:
         """Close every sink, once."""
-        sinks, self.sinks = self.sinks, []
-        for sink in sinks:
-            self._try(sink, sink.close)
+        while self.sinks:
+            self._send(self.sinks.pop(), "close")
 
-    def _try(self, sink: Sink, work: Callable[[], None]) -> None:
+    def _send(self, sink: Sink, method: str, *event: Event) -> None:
         try:
-            work()
+            getattr(sink, method)(*event)
         except Exception as error:  # a sink may call any library
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
@@ -112,19 +109,11 @@ class Events:
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of a step or an evaluation, as ``train/loss``, ``held_out/loss``, ..."""
     prefix = {"step": "train", "eval": "held_out"}.get(event["kind"])
-    if prefix is None:
-        return {}
     return {
         f"{prefix}/{name}": float(value)
         for name, value in event.items()
-        if name not in ("step", "time") and isinstance(value, int | float)
+        if prefix and name not in ("step", "time") and isinstance(value, int | float)
     }
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def _plain(value: Any) -> Any:
@@ -140,116 +129,94 @@ def _plain(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------ the console
 
-LINES = 30  # plain lines for a whole run, about
-PLAIN = {  # events that are printed as one line
-    "save": "saved    {path} (training waited {stalled:.2f} s)",
-    "note": "note     {text}",
-    "warning": "warning  {text}",
-    "skip": "step {step} dropped: grad norm {grad_norm}",
-    "stop": "stopping after step {step}: {reason}",
-}
-
-
-class _Out(RichConsole):
-    """A console that raises ``OSError`` on a broken pipe; rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+LINES = 30  # lines of steps for a whole run, about; a terminal shows every step in one line
 
 
 class Console:
     """The sink that prints. Only the first rank has one."""
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
-        self.steps = steps
-        self.out = _Out(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.steps, self.stream = steps, stream or sys.stdout
         self.every = max(1, steps // LINES)
         self._began: tuple[int, float] | None = None  # the step before the first, and its end
-        self._progress: Progress | None = None
+        self._open = False  # whether the last line is that of a step, which the next one replaces
 
     def log(self, event: Event) -> None:
-        show = getattr(self, f"_{event['kind']}", None)
-        if event["kind"] in PLAIN:
-            self.say(PLAIN[event["kind"]].format(**event))
-        elif show is not None:
-            show(event)
+        if event["kind"] == "step":
+            self._step(event)
+        elif lines := _lines_of(event, self.steps):
+            self.close()
+            self.stream.write("".join(f"{line}\n" for line in lines))
+            self.stream.flush()
 
     def __str__(self) -> str:
         return "the console"
 
-    def say(self, text: str) -> None:
-        self.out.print(text, markup=False)
-
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _run(self, event: Event) -> None:
-        corpus, model = event["corpus"], event["model"]
-        self.say(f"model    {model['parameters'] / 1e6:.2f}M parameters, {model['text']}")
-        self.say(f"data     {corpus['name']}: {corpus['text']}, sha256 {corpus['sha256'][:16]}")
-        if corpus.get("bigram") is not None:
-            figures = ", ".join(f"{n} {corpus[n]:.2f}" for n in ("unigram", "bigram", "zlib"))
-            self.say(f"         bits per byte: {figures}")
-        self.say(f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}")
-        if weights := event.get("weights"):
-            self.say(
-                f"weights  {weights['stored']} of {weights['parameters']} parameters in "
-                f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; in bf16:"
-            )
-            for why, names in weights["kept"].items():
-                self.say(f"         {', '.join(names)}: {why}")
-        self.say(f"run      {event['out']}")
-
-    def _resume(self, event: Event) -> None:
-        if event["path"] is None:
-            self.say("restart  the run in this folder ended before its first checkpoint")
-        else:
-            self.say(f"resumed  {event['path']} after step {event['step']}: {event['text']}")
+        if self._open:
+            self.stream.write("\n")
+        self._open = False
 
     def _step(self, event: Event) -> None:
         step = event["step"]
         if self._began is None:
             self._began = step - 1, time.monotonic() - event["seconds"]
-        if self.out.is_terminal:
-            self._advance(event)
+        first, began = self._began
+        left = int((time.monotonic() - began) / (step - first) * (self.steps - step))
+        line = f"{_place(step, self.steps)}  {_figures(event)}  {left // 60}:{left % 60:02d} left"
+        self._open = self.stream.isatty()
+        if self._open:
+            self.stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
         elif step % self.every == 0 or step in (1, self.steps):
-            first, began = self._began
-            left = int((time.monotonic() - began) / (step - first) * (self.steps - step))
-            name = f"step {step:>{len(str(self.steps))}}/{self.steps}"
-            self.say(f"{name}  {_figures(event)}  {left // 60}:{left % 60:02d} left")
-
-    def _eval(self, event: Event) -> None:
-        bits = event.get("bits_per_byte")
-        shown = f"loss {event['loss']:.4f}" + (f"  {bits:.3f} bits/byte" if bits else "")
-        self.say(f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  held out: {shown}")
-
-    def _sample(self, event: Event) -> None:
-        self.close()
-        text = event["text"].replace("\n", "\n    ")
-        self.say(f"\na text that the model generates:\n    {text}\n")
-
-    def _advance(self, event: Event) -> None:
-        """Draw the bar of a terminal."""
-        bar = 16 if self.out.width >= 100 else 8
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=bar),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.out,
-            )
-            self._progress.start()
-            self._progress.add_task("", total=self.steps, completed=event["step"] - 1, figures="")
-        room = self.out.width - bar - len(f"step {event['step']}/{self.steps} 0:00:00") - 4
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=event["step"], figures=_figures(event, room))
+            self.stream.write(line + "\n")
+        self.stream.flush()
 
 
-def _figures(event: Event, room: int = 1000) -> str:
-    """The figures of a step in one line; the last ones go where there is no room."""
+def _place(step: int, steps: int) -> str:
+    return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def _lines_of(event: Event, steps: int) -> list[str]:
+    """The lines that are printed for an event other than a step."""
+    match event:
+        case {"kind": "run", "corpus": corpus, "model": model}:
+            lines = [
+                f"model    {model['parameters'] / 1e6:.2f}M parameters, {model['text']}",
+                f"data     {corpus['name']}: {corpus['text']}, sha256 {corpus['sha256'][:16]}",
+                f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}",
+            ]
+            if weights := event.get("weights"):
+                lines.append(
+                    f"weights  {weights['stored']} of {weights['parameters']} parameters in "
+                    f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; in bf16:"
+                )
+                kept = weights["kept"].items()
+                lines += [f"         {', '.join(names)}: {why}" for why, names in kept]
+            return [*lines, f"run      {event['out']}"]
+        case {"kind": "resume", "path": None}:
+            return ["restart  the run in this folder ended before its first checkpoint"]
+        case {"kind": "resume", "path": path, "step": step, "text": text}:
+            return [f"resumed  {path} after step {step}: {text}"]
+        case {"kind": "eval", "step": step, "loss": loss}:
+            bits = event.get("bits_per_byte")
+            more = f"  {bits:.3f} bits/byte" if bits else ""
+            return [f"{_place(step, steps)}  held out: loss {loss:.4f}{more}"]
+        case {"kind": "save", "path": path, "stalled": stalled}:
+            return [f"saved    {path} (training waited {stalled:.2f} s)"]
+        case {"kind": "skip", "step": step, "grad_norm": norm, "gradients": names}:
+            return [f"step {step} dropped: grad norm {norm}; not finite: {quoted(names)}"]
+        case {"kind": "sample", "text": text}:
+            text = text.replace("\n", "\n    ")
+            return ["", "a text that the model generates:", f"    {text}", ""]
+        case {"kind": "stop", "step": step, "reason": reason}:
+            return [f"stopping after step {step}: {reason}"]
+        case {"kind": "note" | "warning" as kind, "text": text}:
+            return [f"{kind:8} {text}"]
+    return []
+
+
+def _figures(event: Event) -> str:
+    """The figures of a step in one line."""
     bits, mfu, load = (event.get(key) for key in ("bits_per_byte", "mfu", "expert_load_max"))
     texts = [
         f"loss {event['loss']:.3f}",
@@ -260,23 +227,14 @@ def _figures(event: Event, room: int = 1000) -> str:
         f"norm {event['grad_norm']:.2f}",
         None if load is None else f"expert load {load:.1f}x",
     ]
-    kept = [text for text in texts if text is not None]
-    while len(kept) > 1 and len("  ".join(kept)) > room:
-        kept.pop()
-    return "  ".join(kept)
+    return "  ".join(text for text in texts if text is not None)
 
 
 # ------------------------------------------------------------------------------ figures
 
 # FLOP/s of dense products in bf16, from the data sheets.
-_PEAKS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-}
+_PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+_PEAKS |= {"L40S": 362e12, "L40": 181e12}
 
 
 class Speed:

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,19 +37,16 @@ from shardwise.train.build import Parts, build, build_scheduler, use_determinist
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import placements_of, plan_inputs, precision_of
 from shardwise.train.hub import load_weights
-from shardwise.train.launch import Guard, World, num_restarts
+from shardwise.train.launch import Guard, World
 from shardwise.train.logs import EventFile, Events, ExpertLoad, Sink, Speed
-from shardwise.train.tokenise import MissingExtraError, Tokenizer
-from shardwise.train.tokens import INFO, write_file
-
-logger = logging.getLogger(__name__)
+from shardwise.train.tokenise import MissingExtraError, Tokenizer, open_tokenizer
+from shardwise.train.tokens import INFO, TOKENS
+from shardwise.words import quoted
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
-LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
-TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
+TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer, for a sample and exports
 KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
-SAMPLE_SECONDS = 5.0
 # Fields of the configuration that change no number of a step: a resumed run may have others.
 _WITHOUT_EFFECT = frozenset(
     ("hours", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "max_skipped")
@@ -60,21 +54,13 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    step: int
-    finished: bool
-    held_out: float | None  # bits per byte
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Issued:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Issued:
     """A step that the device may still be working on."""
 
     step: int
     figures: Callable[[], list[float]]  # waits: loss, auxiliary loss, norm, load of the experts
+    norms: list[tuple[str, Tensor]]  # of the gradients of this rank, by parameter
     lr: list[Any]
     began: Any  # marks of the trainer's clock
     ended: Any
@@ -108,26 +94,26 @@ class Trainer:
         self.skipped, self._skipped_in_a_row = 0, 0  # steps whose gradient was not finite
         self.speed = Speed(self.config, world, self.parts.model)
         self.experts = ExpertLoad(self.parts.model)
-        self.store = Store(
-            folder / CHECKPOINTS,
-            self.config.keep,
-            timeout=self.config.timeout,
-            config=self._recorded(config),
-        )
-        self._resumed: LoadReport | None = None  # what the load of a resume did
+        # A resumed run begins with the configuration with "auto"; with what was decided beside it.
+        model = dataclasses.replace(self.config.model, recompute=config.model.recompute)
+        recorded = dataclasses.replace(config, model=model).to_json()
+        recorded |= {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
+        options: dict[str, Any] = {"timeout": self.config.timeout, "config": recorded}
+        self.store = Store(folder / CHECKPOINTS, self.config.keep, **options)
+        loaded = LoadReport(config={k: v for k, v in recorded.items() if k not in _WITHOUT_EFFECT})
         if resume is not None:
-            resume = self._restore(resume, or_older)
+            resume = self._restore(resume, or_older, loaded)
         elif self.config.init_from is not None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._compiles = self.config.compiles(world.device.type)
-        self._issued: list[_Issued] = []  # steps whose figures have not been read
+        self._issued: list[Issued] = []  # steps whose figures have not been read
         self._clock = streams.Clock(world.device)
         self._ended = self._clock.mark()  # the time from here on belongs to the next step
         self._saving: tuple[int, float] | None = None  # of the save in progress: step, time waited
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        self.tokenizer = world.together(self._open_tokenizer)
+        world.together(self._keep_tokenizer)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
@@ -136,34 +122,48 @@ class Trainer:
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
             if again:  # path null: the earlier run in this folder was never saved
-                text = None if self._resumed is None else str(self._resumed)
-                self.events("resume", step=self.step, path=resume and str(resume), text=text)
+                path = resume and str(resume)
+                self.events("resume", step=self.step, path=path, text=resume and str(loaded))
 
-    def _recorded(self, asked: TrainConfig) -> dict[str, Any]:
-        """What every checkpoint says about the run: the configuration with "auto", as a resumed
-        run begins with it, what was decided instead, and the digest of the data."""
-        model = dataclasses.replace(self.config.model, recompute=asked.model.recompute)
-        recorded = dataclasses.replace(asked, model=model).to_json()
-        return recorded | {"fitted": self.parts.fitted, "corpus": self.parts.corpus.sha256}
+    def _restore(self, path: Path, or_older: bool, report: LoadReport) -> Path:
+        """Load a checkpoint, or an older one if it is damaged and ``or_older``; return its path."""
+        parts = self.parts
+        # The options of the groups come from the configuration, not from the checkpoint: a flag of
+        # the resumed run may have changed them.
+        groups = parts.optimizer.param_groups
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        resumed = self.store.resume(
+            parts.model, parts.optimizer, path=path, or_older=or_older, report=report
+        )
+        assert resumed is not None
+        loaded, extra = resumed
+        if not {"step", "data", "skipped"} <= extra.keys():
+            raise CheckpointError(
+                f"{loaded} was not written by 'shardwise train': its extra holds {sorted(extra)}, "
+                f"and no 'step'. Load it with sw.load, or resume from a run"
+            )
+        if self.config.steps < extra["step"]:
+            raise ValueError(
+                f"steps={self.config.steps}, and {loaded} was saved after step {extra['step']}: "
+                f"give at least as many steps, or begin a new run without --resume"
+            )
+        for group, options in zip(groups, configured, strict=True):
+            group.update(options)
+        self.step, self.skipped = extra["step"], extra["skipped"]
+        parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
+        parts.sampler.load_state_dict(extra["data"])
+        return loaded
 
-    def _open_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the data, for a sample; rank 0 keeps its files for an export."""
-        corpus, there = self.parts.corpus, self.folder / TOKENIZER
-        if self.world.first and corpus.folder is not None:
-            there.mkdir(parents=True, exist_ok=True)
-            for path in corpus.folder.iterdir():
-                if path.suffix in (".json", ".jinja") and path.name != INFO:
-                    write_file(there / path.name, path.read_bytes())
-        try:
-            return corpus.tokenizer()
-        except MissingExtraError as error:
-            logger.warning("%s (the run ends without a sample)", error)
-            return None
+    def _keep_tokenizer(self) -> None:
+        if self.world.first and (folder := self.parts.corpus.folder) is not None:
+            ignore, there = shutil.ignore_patterns(TOKENS, INFO), self.folder / TOKENIZER
+            shutil.copytree(folder, there, ignore=ignore, dirs_exist_ok=True)
 
     # ------------------------------------------------------------------------ the whole run
 
-    def run(self) -> Outcome:
-        """Train until the last step or a request to stop, and save."""
+    def run(self) -> float | None:
+        """Train until the last step or a request to stop, and save; return the bits per byte of the
+        held-out text, or the loss, if they were computed."""
         try:
             return self._run()
         except torch.OutOfMemoryError as error:  # in a step or in an evaluation
@@ -175,12 +175,12 @@ class Trainer:
                 f"on more ranks. {error}"
             ) from None
 
-    def _run(self) -> Outcome:
+    def _run(self) -> float | None:
         config, reason = self.config, None
-        bits: float | None = None
+        scored: float | None = None
         # A run that ends before its profile step records the last step.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
-        with Guard(config.hours) as guard:
+        with Guard(hours=config.hours) as guard:
             self._ended = self._clock.mark()
             while self.step < config.steps and reason is None:
                 if self.step + 1 == profiled:
@@ -196,7 +196,7 @@ class Trainer:
                 if scores or saves:
                     reason = self._conclude(guard) or reason
                 if scores:
-                    bits = self.evaluate()
+                    scored = self.evaluate()
                 if saves:
                     self.save()
                 self._report_save(wait=False)
@@ -209,22 +209,19 @@ class Trainer:
                 self.sample()
         self.events("end", step=self.step, reason=reason or "finished")
         self.events.close()
-        return Outcome(step=self.step, finished=reason is None, held_out=bits)
-
-    def close(self) -> None:
-        """Release the terminal and the files."""
-        self.events.close()
+        return scored
 
     # ------------------------------------------------------------------------ one step
 
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
-        parts, config, world = self.parts, self.config, self.world
+        parts, config = self.parts, self.config
         losses = self._forward_backward()
         # If the norm is not finite, the step changes nothing, on all ranks.
         norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
         figures = (losses, norm.reshape(1), self.experts.tally())
         read_figures = streams.read_later(torch.cat([figure.double() for figure in figures]))
+        norms = parts.optimizer.last_norms
         parts.optimizer.step()
         self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
@@ -234,67 +231,10 @@ class Trainer:
             self._score(islice(parts.held_out, 1))  # compiles evaluation in the time of this step
         self.step += 1
         began, self._ended = self._ended, self._clock.mark()
-        issued = _Issued(
-            step=self.step, figures=read_figures, lr=rates, began=began, ended=self._ended
-        )
-        self._issued.append(issued)
+        made = {"step": self.step, "lr": rates, "began": began, "ended": self._ended}
+        self._issued.append(Issued(figures=read_figures, norms=norms, **made))
         # The host issues the next step to a GPU before it waits for this step.
-        return self._conclude(guard, keep=1 if world.device.type == "cuda" else 0)
-
-    def _conclude(self, guard: Guard, keep: int = 0) -> str | None:
-        """Read, agree on and log the steps that were issued, except the last ``keep``; return the
-        reason to stop, if any (collective)."""
-        reason = None
-        while len(self._issued) > keep:
-            reason = self._conclude_step(self._issued.pop(0), guard) or reason
-        return reason
-
-    def _conclude_step(self, issued: _Issued, guard: Guard) -> str | None:
-        config, world, corpus = self.config, self.world, self.parts.corpus
-        loss, auxiliary, norm, *load = issued.figures()
-        self._count_skip(issued.step, norm)
-        asked = guard.asked
-        agreed = torch.tensor(
-            [loss, auxiliary, float(asked is not None), *load], dtype=torch.float64
-        )
-        comm.all_reduce(agreed, world.axis).wait()
-        (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
-        # Counted from the position: steps before a resume may have had another batch size.
-        samples = self.parts.sampler.position - (self.step - issued.step) * config.batch
-        seconds = self._clock.seconds(issued.ended, since=issued.began)
-        self.events(
-            "step",
-            step=issued.step,
-            loss=mean,
-            **{corpus.field: corpus.bits_per_byte(mean)},
-            grad_norm=norm,
-            lr=issued.lr,
-            tokens=samples * config.model.context,
-            skipped=self.skipped,
-            **({"auxiliary_loss": extra} if self.experts.routers else {}),
-            **self.experts.figures(agreed[3:]),
-            **self.speed.of(seconds),
-        )
-        if issued.step == self._first_step + 1 and self._compiles:
-            text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
-            self.events("note", text=text)
-        return (asked or "another rank was asked to stop") if stops else None
-
-    def _count_skip(self, step: int, norm: float) -> None:
-        """Count a step that was skipped, if its gradient is not finite; raise if there are too many
-        in a row. The norm is the same on all ranks."""
-        if math.isfinite(norm):
-            self._skipped_in_a_row = 0
-            return
-        self.skipped += 1
-        self._skipped_in_a_row += 1
-        self.events("skip", step=step, grad_norm=norm)
-        if self._skipped_in_a_row > self.config.max_skipped:
-            raise BrokenGradientError(
-                f"step {step}: the gradient's norm is {norm}, and was not finite in "
-                f"{self._skipped_in_a_row} steps in a row. Lower the learning rates, check the "
-                f"data, raise max_skipped, or look with SHARDWISE_DEBUG=1 which gradient it is"
-            )
+        return self._conclude(guard, keep=1 if self.world.device.type == "cuda" else 0)
 
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
@@ -313,6 +253,65 @@ class Trainer:
                 auxiliary += added / count
         return torch.stack([total - auxiliary, auxiliary])
 
+    def _conclude(self, guard: Guard, keep: int = 0) -> str | None:
+        """Read, agree on and log the steps that were issued, except the last ``keep``; return the
+        reason to stop, if any (collective)."""
+        reason = None
+        while len(self._issued) > keep:
+            reason = self._conclude_step(self._issued.pop(0), guard) or reason
+        return reason
+
+    def _conclude_step(self, issued: Issued, guard: Guard) -> str | None:
+        config, world = self.config, self.world
+        loss, auxiliary, norm, *load = issued.figures()
+        if math.isfinite(norm):
+            self._skipped_in_a_row = 0
+        else:
+            self._count_skip(issued, norm)
+        asked = guard.asked
+        agreed = torch.tensor(
+            [loss, auxiliary, float(asked is not None), *load], dtype=torch.float64
+        )
+        comm.all_reduce(agreed, world.axis).wait()
+        (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
+        # Counted from the position: steps before a resume may have had another batch size.
+        samples = self.parts.sampler.position - (self.step - issued.step) * config.batch
+        seconds = self._clock.seconds(issued.ended, since=issued.began)
+        self.events(
+            "step",
+            step=issued.step,
+            loss=mean,
+            bits_per_byte=self.parts.corpus.bits_per_byte(mean),
+            grad_norm=norm,
+            lr=issued.lr,
+            tokens=samples * config.model.context,
+            skipped=self.skipped,
+            **({"auxiliary_loss": extra} if self.experts.routers else {}),
+            **self.experts.figures(agreed[3:]),
+            **self.speed.of(seconds),
+        )
+        if issued.step == self._first_step + 1 and self._compiles:
+            text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
+            self.events("note", text=text)
+        return (asked or "another rank was asked to stop") if stops else None
+
+    def _count_skip(self, issued: Issued, norm: float) -> None:
+        """Count a step that was skipped, as its norm is not finite on any rank, and name the
+        gradients (collective). One that this rank did not compute is NaN by intention."""
+        own = [name for name, norm in issued.norms if not math.isfinite(norm)]
+        found = comm.agree(own, self.world.axis)
+        names = list(dict.fromkeys(name for of_a_rank in found for name in of_a_rank))
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self.events("skip", step=issued.step, grad_norm=norm, gradients=names)
+        if self._skipped_in_a_row > self.config.max_skipped:
+            raise BrokenGradientError(
+                f"step {issued.step}: the gradient's norm is {norm}, and was not finite in "
+                f"{self._skipped_in_a_row} steps in a row; now in {quoted(names)}. Lower the "
+                f"learning rates, check the data, or raise max_skipped. A parameter without a "
+                f"gradient on one of the ranks counts as not finite: see docs/debug.md"
+            )
+
     # ------------------------------------------------------------------------ evaluation and saving
 
     @torch.no_grad()
@@ -330,15 +329,16 @@ class Trainer:
         return sums
 
     def evaluate(self) -> float:
-        """Compute the bits per byte of the held-out text; each token is scored on one rank."""
+        """Compute the bits per byte of the held-out text, or its loss, if its bytes are unknown;
+        each token is scored on one rank."""
         corpus, sums = self.parts.corpus, self._score(self.parts.held_out).cpu()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, self.parts.held_out.scored)
-        self.events("eval", step=self.step, loss=mean, **{corpus.field: bits})
+        self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
         if self.experts.counts:
             self.events("experts", step=self.step, counts=self.experts.counts)
-        return bits
+        return mean if bits is None else bits
 
     def save(self) -> None:
         """Start a save; training continues once the tensors are copied. A failed save gives a
@@ -370,7 +370,7 @@ class Trainer:
         assert path is not None
         self.events("save", step=step, path=os.path.relpath(path), stalled=stalled)
         if self.world.first and self.config.keep_every and step % self.config.keep_every == 0:
-            shutil.copytree(path, self.folder / KEPT / path.name, copy_function=_link)
+            shutil.copytree(path, self.folder / KEPT / path.name)
 
     def _save_failed(self, step: int, error: Exception) -> None:
         self._unsaved = f"step {step} was not saved: {error}"
@@ -389,61 +389,38 @@ class Trainer:
         texts = [text for text in unsaved if text is not None]
         raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
-    def _restore(self, path: Path, or_older: bool) -> Path:
-        """Load a checkpoint, or an older one if it is damaged and ``or_older``; return its path."""
-        parts = self.parts
-        # The options of the groups come from the configuration, not from the checkpoint: a flag of
-        # the resumed run may have changed them.
-        groups = parts.optimizer.param_groups
-        configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        config = {k: v for k, v in (self.store.config or {}).items() if k not in _WITHOUT_EFFECT}
-        self._resumed = LoadReport(config=config)
-        resumed = self.store.resume(
-            parts.model, parts.optimizer, path=path, or_older=or_older, report=self._resumed
-        )
-        assert resumed is not None
-        loaded, extra = resumed
-        if not {"step", "data", "skipped"} <= extra.keys():
-            raise CheckpointError(
-                f"{loaded} was not written by 'shardwise train': its extra holds {sorted(extra)}, "
-                f"and no 'step'. Load it with sw.load, or resume from a run"
-            )
-        if self.config.steps < extra["step"]:
-            raise ValueError(
-                f"steps={self.config.steps}, and {loaded} was saved after step {extra['step']}: "
-                f"give at least as many steps, or begin a new run without --resume"
-            )
-        for group, options in zip(groups, configured, strict=True):
-            group.update(options)
-        self.step, self.skipped = extra["step"], extra["skipped"]
-        parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
-        parts.sampler.load_state_dict(extra["data"])
-        return loaded
-
     def sample(self) -> None:
-        """Log a text that the model generates until a rank's clock ends it (collective). A module
+        """Log a text that the model generates, if rank 0 has the tokenizer (collective). A module
         whose forward needs targets gives no logits, and no sample."""
-        model, tokenizer, end = self.parts.model, self.tokenizer, time.monotonic() + SAMPLE_SECONDS
+        model, config, world = self.parts.model, self.config, self.world
         needed = [p for p in inspect.signature(model.forward).parameters.values() if p.kind < 2]
-        usable = tokenizer is not None and all(p.default is not p.empty for p in needed[1:])
-        if not all(comm.agree(usable, self.world.axis)) or tokenizer is None:
+        tokenizer = prompt = None
+        if world.first and all(p.default is not p.empty for p in needed[1:]):
+            tokenizer = self._open_tokenizer()
+            prompt = tokenizer and tokenizer.encode([PROMPT.encode()])[0][:-1].tolist()
+        if (prompt := comm.agree(prompt, world.axis)[0]) is None:
             return
-        tokens = tokenizer.encode([PROMPT.encode()])[:-1].astype(np.int64)
-        prompt = torch.from_numpy(tokens)[None].to(self.world.device)
         with torch.compiler.set_stance("force_eager"):  # the length grows with every token
             made = generate(
                 model,
-                prompt,
-                self.config.sample,
-                context=self.config.model.context,
+                torch.tensor([prompt], device=world.device),
+                config.sample,
+                context=config.model.context,
                 temperature=0.8,
-                generator=torch.Generator().manual_seed(self.config.seed),
-                until=lambda: any(comm.agree(time.monotonic() > end, self.world.axis)),
+                generator=torch.Generator().manual_seed(config.seed),
             )[0].tolist()
-        written = made[len(tokens) :]
-        if tokenizer.end in written:
-            made = made[: len(tokens) + written.index(tokenizer.end)]
-        self.events("sample", text=tokenizer.decode(made))
+        if tokenizer is not None:
+            text = made[len(prompt) :]
+            text = text[: text.index(tokenizer.end)] if tokenizer.end in text else text
+            self.events("sample", text=tokenizer.decode(prompt + text))
+
+    def _open_tokenizer(self) -> Tokenizer | None:
+        folder = self.parts.corpus.folder
+        try:
+            return None if folder is None else open_tokenizer(folder)
+        except MissingExtraError as error:
+            self.events("note", text=f"{error} (the run ends without a sample)")
+            return None
 
     def _plan(self) -> dict[str, Any]:
         """The plan of this run; see ``shardwise plan``."""
@@ -452,48 +429,34 @@ class Trainer:
         return plan(model, mesh, placements_of(config, world), **options).as_dict()
 
     def _describe(self) -> dict[str, Any]:
-        config, corpus, model = self.config, self.parts.corpus, self.config.model
+        config, corpus, model, world = self.config, self.parts.corpus, self.config.model, self.world
         experts = f", {model.num_experts} experts" if model.num_experts else ""
-        layers = config.module or f"{model.num_layers} layers x {model.dim}"
-        shape = config.mesh_shape(self.world.size, self.world.num_nodes)
+        layers = config.module or f"{model.num_layers} layers x {model.dim}{experts}"
+        shape = config.mesh_shape(world.size, world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
-        parameters = model.num_parameters
-        if config.module is not None:
-            parameters = sum(p.numel() for p in self.parts.model.parameters())
         return {
-            **origin(self.world.device, self.world.size),
+            **origin(world.device, world.size),
             "config": config.to_json(),
             "defaults": TrainConfig().to_json(),
-            "restarts": num_restarts(),
             "model": {
-                "parameters": parameters,
-                "text": f"{layers}{experts}, context {model.context}, vocabulary "
-                f"{model.vocab_size}",
+                "parameters": sum(p.numel() for p in self.parts.model.parameters()),
+                "text": f"{layers}, context {model.context}, vocabulary {model.vocab_size}",
             },
             "corpus": {
                 "name": corpus.name,
                 "sha256": corpus.sha256,
                 "text": self.parts.sampler.described(config.steps),
-                "unit": corpus.unit,
-                **corpus.info.references,
             },
-            "world_size": self.world.size,
-            "num_nodes": self.world.num_nodes,
+            "world_size": world.size,
+            "num_nodes": world.num_nodes,
             "mesh": shape,
-            "device": str(self.world.device.type),
+            "device": str(world.device.type),
             "strategy": f"{config.strategy} over {mesh}, {config.optimizer}",
             "weights": precision_report(self.parts.model).as_dict(),
             "out": str(self.folder),
             "versions": versions(),
         }
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)  # the same bytes, no more space
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
 
 
 def refuse_broken_weights(model: nn.Module, axis: comm.Axis) -> None:

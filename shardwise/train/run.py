@@ -16,7 +16,6 @@ runs/default-2/                    the next run of the same recipe: nothing is o
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import gc
 import json
@@ -26,8 +25,8 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,18 +38,16 @@ from shardwise.core.rehearsal import SHARED
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.hub import begin_from
-from shardwise.train.launch import World, end_with_launcher, join, launch_name, leave, num_restarts
+from shardwise.train.launch import end_with_launcher, join, launch_name, num_restarts
 from shardwise.train.logs import Console, Sink
-from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, LOCK, Outcome, Trainer
+from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, Trainer
 from shardwise.train.recipes import load_recipe
-from shardwise.train.tokens import write_file
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 ROOT = "runs"
-# The errors of file systems that have no locks (Lustre without -o flock, NFS without lockd).
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
 
 MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
 
@@ -80,34 +77,31 @@ class Resolved:
     or_older: bool = False  # whether to load an older checkpoint if the checkpoint is damaged
 
 
-def resolve(request: Request, taken: Collection[Path] = ()) -> Resolved:
-    """Find the run that a request means, not in one of the folders ``taken``. Raises errors before
-    any rank is started."""
+def resolve(request: Request) -> Resolved:
+    """Find the run that a request means. Raises errors before any rank is started."""
     out, resume = request.out, request.resume
     if num_restarts() and (begun := newest_folder(launch=launch_name(), out=out)) is not None:
         out = str(begun)  # restarted ranks resume the run of their launch
         resume = LATEST if has_saved(begun) else resume
     if resume is None:
-        free = (folder for folder in free_names(request.recipe) if folder not in taken)
-        place, checkpoint, or_older = Path(out) if out is not None else next(free), None, False
-        if has_saved(place):
+        folder, checkpoint, or_older = Path(out or next(free_names(request.recipe))), None, False
+        if has_saved(folder):
             raise ValueError(
                 f"--out {out} holds a run already: continue it (--resume), or name another folder"
             )
     else:
-        place, checkpoint, or_older = find_resume(request.recipe, out, resume)
+        folder, checkpoint, or_older = find_resume(request.recipe, out, resume)
     if checkpoint is not None:
         saved, fitted = saved_run(checkpoint)
         config = request.configure(saved)
         config.check_resume(saved)
-        return Resolved(
-            config=config, folder=place, checkpoint=checkpoint, fitted=fitted, or_older=or_older
-        )
+        found = {"checkpoint": checkpoint, "fitted": fitted, "or_older": or_older}
+        return Resolved(config=config, folder=folder, **found)  # type: ignore[arg-type]
     recipe = load_recipe(request.recipe)
     config = request.configure(recipe)
     if config.init_from is not None:
         config = begin_from(config, tokenizer_given=config.tokenizer != recipe.tokenizer)
-    return Resolved(config=config, folder=place)
+    return Resolved(config=config, folder=folder)
 
 
 def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
@@ -143,24 +137,19 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
     gc.freeze()  # modules and the model stay to the end: the collector can skip them
     gc.enable()
     try:
-        outcome = trainer.run()
+        trainer.run()
     except (Exception, KeyboardInterrupt) as error:
-        code = _explain(error, trainer, world)
-        leave(code)
-        return code
+        return _explain(error, trainer)
     if world.first:
-        _conclude(outcome, trainer, folder)
-    leave(0)
+        _conclude(trainer)
     return 0
 
 
-def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
-    """Print the result and write the report. A report that can't be written is no failure."""
-    lines = []
-    if outcome.held_out is not None:
-        lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
-    if not outcome.finished:
-        lines.append(f"stopped after step {outcome.step}; continue with --resume --out {folder}")
+def _conclude(trainer: Trainer) -> None:
+    """Write the report, and print where it is. A report that can't be written is no failure."""
+    lines, folder = [], trainer.folder
+    if trainer.step < trainer.config.steps:
+        lines.append(f"stopped after step {trainer.step}; continue with --resume --out {folder}")
     try:
         lines.append(f"report   {write_report(folder)}")
     except (OSError, ValueError) as error:
@@ -169,17 +158,16 @@ def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
+def _explain(error: BaseException, trainer: Trainer) -> int:
     """Print one line, write the traceback to a file; return the exit code."""
-    interrupted = isinstance(error, KeyboardInterrupt)
-    unsaved = isinstance(error, SaveError)  # the same on every rank: rank 0 prints it
-    step = trainer.step if unsaved else trainer.step + 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    world, step = trainer.world, trainer.step + 1
     text = " ".join(str(error).split()) or type(error).__name__
-    if not interrupted:
-        trainer.events("error", step=step, text=text)
-    trainer.close()
-    if interrupted or (unsaved and not world.first):
-        return 130 if interrupted else 1
+    trainer.events("error", step=step, text=text)
+    trainer.events.close()
+    if isinstance(error, SaveError) and not world.first:
+        return 1  # the same on every rank: rank 0 prints it
     where = trainer.folder / f"error-rank{world.rank}.txt"
     try:
         where.write_text("".join(traceback.format_exception(error)), "utf-8", "backslashreplace")
@@ -214,9 +202,7 @@ def is_run(folder: Path) -> bool:
 
 def has_saved(folder: Path) -> bool:
     """Whether the folder holds a checkpoint, also a damaged one."""
-    checkpoints = folder / CHECKPOINTS
-    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-    return any(NAME.fullmatch(name) for name in names)
+    return any(NAME.fullmatch(path.name) for path in folder.glob(f"{CHECKPOINTS}/*"))
 
 
 def newest_folder(
@@ -224,48 +210,39 @@ def newest_folder(
 ) -> Path | None:
     """The run under ``runs/`` (or at ``out``) that wrote last; with ``recipe``, of this recipe;
     with ``launch``, of those that this launch has begun."""
-    pattern = re.compile(".*" if recipe is None else re.escape(_name(recipe)) + r"(-\d+)?")
+    pattern = ".*" if recipe is None else re.escape(_name(recipe)) + r"(-\d+)?"
+    found = [path for path in Path(ROOT).glob("*") if re.fullmatch(pattern, path.name)]
     written = EVENTS if launch is None else LOCK
-    there = [Path(out)] if out is not None else [*Path(ROOT).glob("*")]
-    folders = [
-        path
-        for path in there
-        if (path / written).exists() and (out is not None or pattern.fullmatch(path.name))
-        if launch is None or last_holder(path).get("launch") == launch
-    ]
+    folders = [path for path in ([Path(out)] if out else found) if (path / written).exists()]
+    if launch is not None:
+        folders = [path for path in folders if last_holder(path).get("launch") == launch]
     return max(folders, key=lambda path: (path / written).stat().st_mtime, default=None)
 
 
 def find_resume(recipe: str, out: str | None, resume: str) -> tuple[Path, Path | None, bool]:
     """The folder of the run and the checkpoint that ``--resume`` names (``latest`` or a path), and
     whether an older one will do. The checkpoint of a run that never saved is None."""
-    path = Path(resume)
+    path: Path | None = Path(resume)
     if resume == LATEST:
-        found = Path(out) if out is not None else newest_folder(recipe)
-        if found is None or not found.is_dir():
-            raise ValueError(
-                f"--resume: there is no run {out or f'of recipe {recipe!r} under {ROOT}/'}: name "
-                f"the run with --out FOLDER or --resume PATH, or leave --resume out to begin"
-            )
-        path = found
-    elif not path.is_dir():
-        raise ValueError(f"--resume {resume}: there is no such checkpoint or run")
+        path = Path(out) if out is not None else newest_folder(recipe)
+    if path is None or not path.is_dir():
+        raise ValueError(
+            f"--resume {resume}: there is no such checkpoint or run ({out or f'of {recipe!r}'}): "
+            f"name one with --resume PATH or --out FOLDER, or leave --resume out to begin"
+        )
     run = resume == LATEST or is_run(path)
     home = path if run else path.parent.parent if path.parent.name == CHECKPOINTS else None
     place = home if out is None else Path(out)
     if place is None:
         raise ValueError(
-            f"--resume {resume} is not inside the folder of a run: name a folder for the run with "
-            f"--out"
+            f"--resume {resume} is not inside the folder of a run: name one with --out"
         )
     if (home is None or place.resolve() != home.resolve()) and has_saved(place):
         raise ValueError(
             f"--out {out} holds another run: continue that run (--resume --out {out}), or name "
             f"another folder"
         )
-    if run and not has_saved(path):
-        return place, None, True
-    return place, newest_checkpoint(path), run
+    return place, newest_checkpoint(path) if not run or has_saved(path) else None, run
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -292,8 +269,7 @@ def all_checkpoints(path: Path) -> list[Path]:
 def saved_run(checkpoint: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
     """The configuration of the run that wrote a checkpoint, and what it decided for "auto"."""
     values = dict(Manifest.read(checkpoint).config or {})
-    fitted = values.pop("fitted", None)
-    values.pop("corpus", None)
+    fitted, _ = values.pop("fitted", None), values.pop("corpus", None)
     try:
         if "steps" not in values:
             raise ValueError("`shardwise train` did not write it")
@@ -311,27 +287,26 @@ class BusyError(ValueError):
 
 def claim(request: Request) -> tuple[Resolved, RunLock]:
     """Make and lock the folder of a run (rank 0); two runs never share one."""
-    taken: list[Path] = []
-    while True:
-        folder = resolve(request, taken).folder
+    named = request.out is not None or request.resume is not None or num_restarts()
+    first = resolve(request).folder
+    for folder in [first] if named else free_names(request.recipe):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock(folder)
         except BusyError:
-            if request.out is not None or request.resume is not None:
+            if named:
                 raise
-            taken.append(folder)  # another run begins there at this moment
-            continue
+            continue  # another run begins there at this moment
         except OSError as error:
             raise ValueError(
                 f"--out {folder} cannot be written to ({error.strerror}): name another folder"
             ) from error
-        resolved = resolve(request, taken)  # no other process can change the folder any more
-        if resolved.folder == folder:
+        if named or not is_run(folder):
             break
-        lock.release()
-    config = json.dumps(resolved.config.to_json(), indent=2) + "\n"
-    write_file(folder / CONFIG, config.encode())
+        lock.release()  # another run has begun and ended there between the two looks
+    # From here on no other process can change the folder.
+    resolved = resolve(request if named else replace(request, out=str(folder)))
+    (folder / CONFIG).write_text(json.dumps(resolved.config.to_json(), indent=2) + "\n")
     return resolved, lock
 
 
@@ -354,10 +329,7 @@ class RunLock:
                 f"{folder} belongs to a run that has not ended (pid {holder.get('pid')} on host "
                 f"{holder.get('host')}): wait for it, end it, or name another folder with --out"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                self.release()
-                raise
+        except OSError as error:  # Lustre without -o flock, NFS without lockd
             text = "%s: this file system cannot lock files (%s): start only one run there"
             logger.warning(text, folder, error.strerror)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}

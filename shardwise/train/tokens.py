@@ -8,9 +8,8 @@
       tokens.json     what they are: see :class:`TokenInfo`
       tokenizer.json  the tokenizer, with the files beside it that transformers reads
 
-A folder gets its name when all of it is on the disk. Opening a folder checks every value of
-``tokens.json``, the size of ``tokens.bin``, and the sha256 of a file of up to
-:data:`CHECKED_BYTES`. Each token is checked when it is drawn.
+Opening a folder checks every value of ``tokens.json``, the size of ``tokens.bin``, and the sha256
+of a file of up to :data:`CHECKED_BYTES`. Each token is checked when it is drawn.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import re
-import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +32,6 @@ TOKENS, INFO, TOKENIZER = "tokens.bin", "tokens.json", "tokenizer.json"
 VERSION = 1
 CHECKED_BYTES = 256 << 20
 CHUNK = 1 << 22  # tokens read at a time
-_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class DataError(ValueError):
@@ -53,7 +49,6 @@ class TokenInfo:
         train_bytes: bytes of text of the tokens to train on; ``held_out_bytes``: of the others.
         tokenizer: sha256 of ``tokenizer.json``; ``None``: unknown.
         key: digest of the texts and settings that the tokens were made from.
-        references: bits per byte of simple models on the held-out text.
     """
 
     version: int = VERSION
@@ -68,34 +63,25 @@ class TokenInfo:
     tokenizer: str | None = None
     key: str = ""
     source: str = ""
-    references: dict[str, Any] = field(default_factory=dict)
     token_bytes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        known = [
-            n for n in (self.end_token, self.train_bytes, self.held_out_bytes) if n is not None
-        ]
-        counts = [self.vocab_size, self.count, self.held_out_begins, *known, *self.token_bytes]
+        counts = [self.vocab_size, self.count, self.held_out_begins, *self.token_bytes]
         if self.version != VERSION:
             raise ValueError(f"it has version {self.version}, and this shardwise reads {VERSION}")
         if not (
             all(type(number) is int and 0 <= number <= 1 << 60 for number in counts)
-            and 0 < self.vocab_size <= 1 << 32
             and self.dtype == dtype_for(self.vocab_size).name
             and self.held_out_begins <= self.count
-            and (self.end_token or 0) < self.vocab_size
+            and (self.end_token or 0) < self.vocab_size <= 1 << 32
             and len(self.token_bytes) in (0, self.vocab_size)
-            and re.fullmatch("[0-9a-f]{64}", str(self.sha256))
         ):
             raise ValueError("its values do not belong together")
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
     """The smaller of the two dtypes that holds every token."""
-    return _DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
-
-
-# ------------------------------------------------------------------------------ reading
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def token_folder(source: str | Path) -> Path | None:
@@ -104,46 +90,39 @@ def token_folder(source: str | Path) -> Path | None:
     folder = path.parent if path.name in (TOKENS, INFO) else path
     if (folder / INFO).is_file():
         return folder
-    file = folder / TOKENS if folder.is_dir() else path
-    if file.suffix != ".bin" or not file.is_file():
+    if path.suffix != ".bin" and not (folder / TOKENS).is_file():
         return None
     raise DataError(
-        f"{file} has no {INFO} beside it that says what its tokens are: make both with shardwise "
+        f"{source} has no {INFO} beside it that says what its tokens are: make both with shardwise "
         f"data TEXTS --out FOLDER, or with shardwise.train.tokens.write_tokens"
     )
 
 
 def open_tokens(folder: str | Path) -> tuple[Tokens, TokenInfo]:
     """Map the tokens of a folder into memory, after the checks in the docstring of this module."""
-    folder = Path(folder)
-    file, info = folder / TOKENS, read_info(folder)
+    file = Path(folder) / TOKENS
+    try:
+        info = TokenInfo(**json.loads((file.parent / INFO).read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{file.parent / INFO} cannot be used ({error}): make the tokens again"
+        ) from None
     size = file.stat().st_size if file.is_file() else -1
-    expected = info.count * _DTYPES[info.dtype].itemsize
-    if size != expected:
+    if size != info.count * dtype_for(info.vocab_size).itemsize:
         what = "is missing" if size < 0 else f"has {size} bytes"
         raise DataError(
-            f"{file} {what}, and {INFO} describes {info.count} tokens of {expected} bytes: copy "
-            f"or make it again"
+            f"{file} {what}, and {INFO} describes {info.count} tokens of {info.dtype}: copy or "
+            f"make it again"
         )
-    tokens = _mapped(file, info.dtype)
+    tokens = _mapped(file, info.vocab_size)
     if size <= CHECKED_BYTES and hashlib.sha256(tokens.data).hexdigest() != info.sha256:
         raise DataError(f"{file} has other contents than were written: copy or make it again")
     return tokens, info
 
 
-def _mapped(file: Path, dtype: str) -> Tokens:
-    if not file.stat().st_size:
-        return np.empty(0, _DTYPES[dtype])
-    return np.memmap(file, dtype=_DTYPES[dtype], mode="r")
-
-
-def read_info(folder: Path) -> TokenInfo:
-    try:
-        return TokenInfo(**json.loads((folder / INFO).read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"{folder / INFO} cannot be used ({error}): make the tokens again"
-        ) from None
+def _mapped(file: Path, vocab_size: int) -> Tokens:
+    dtype = dtype_for(vocab_size)
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
 def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int = 0) -> None:
@@ -156,72 +135,44 @@ def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int = 0) -> N
         )
 
 
-# ------------------------------------------------------------------------------ writing
-
-
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill. It gets its name when the block ends without an error; a folder that
-    another process has made in the meantime stays."""
-    partial = folder.with_name(f".{folder.name}.{os.uname().nodename}-{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    """A folder to fill. It gets its name when the block ends without an error; a folder of tokens
+    that another process has made in the meantime stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        partial = Path(scratch) / "tokens"
+        partial.mkdir()
         yield partial
         try:
             partial.rename(folder)  # replaces an empty folder
         except OSError:
             if not (folder / INFO).is_file():
                 raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file. It gets its name when all of it is on the disk."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def describe(
-    folder: Path,
-    vocab_size: int,
-    held_out_begins: int,
-    token_bytes: Sequence[int] | NDArray[Any] = (),
-    **more: Any,
-) -> TokenInfo:
+    folder: Path, vocab_size: int, held_out_begins: int, token_bytes: Sequence[int], **more: Any
+) -> None:
     """Write ``tokens.json`` for the ``tokens.bin`` in a folder; ``more``: other fields of it."""
-    dtype, lengths = dtype_for(vocab_size).name, np.asarray(token_bytes, np.int64)
-    tokens, digest = _mapped(folder / TOKENS, dtype), hashlib.sha256()
-    sizes = [0, 0]  # bytes of text: to train on, held out
-    for part, (begin, end) in enumerate(((0, held_out_begins), (held_out_begins, len(tokens)))):
-        for at in range(begin, end, CHUNK):
-            chunk = tokens[at : min(end, at + CHUNK)]
-            check_range(chunk, vocab_size, "not written", at)
-            digest.update(chunk.data)
-            sizes[part] += int(lengths[chunk].sum()) if len(lengths) else 0
-    if len(lengths):
-        more |= {"train_bytes": sizes[0], "held_out_bytes": sizes[1]}
+    tokens, lengths = _mapped(folder / TOKENS, vocab_size), np.array(token_bytes, np.int64)
+
+    def bytes_of(part: Tokens) -> int | None:
+        chunks = (part[at : at + CHUNK] for at in range(0, len(part), CHUNK))
+        return sum(int(lengths[chunk].sum()) for chunk in chunks) if len(lengths) else None
+
     info = TokenInfo(
-        dtype=dtype,
+        dtype=tokens.dtype.name,
         vocab_size=vocab_size,
         count=len(tokens),
         held_out_begins=held_out_begins,
-        sha256=digest.hexdigest(),
+        sha256=hashlib.sha256(tokens.data).hexdigest(),
+        train_bytes=bytes_of(tokens[:held_out_begins]),
+        held_out_bytes=bytes_of(tokens[held_out_begins:]),
         token_bytes=lengths.tolist(),
         **more,
     )
-    with (folder / TOKENS).open("rb") as file:
-        os.fsync(file.fileno())
-    write_file(folder / INFO, json.dumps(asdict(info)).encode())
-    return info
+    (folder / INFO).write_text(json.dumps(asdict(info)))
 
 
 def write_tokens(
@@ -232,17 +183,17 @@ def write_tokens(
     held_out: float = 0.05,
     token_bytes: Sequence[int] = (),
     end_token: int | None = None,
-) -> TokenInfo:
-    """Make a token folder of an array, whose end is held out; return its description.
+) -> None:
+    """Make a token folder of an array, whose end is held out.
 
     Args:
         token_bytes: bytes of text of each token. Without them, losses are known per token only.
     """
-    check_range(tokens, vocab_size, "not written")  # before a cast that would wrap around
+    check_range(tokens, vocab_size, "not written")
     with whole_folder(Path(folder)) as partial:
         np.ascontiguousarray(tokens, dtype_for(vocab_size)).tofile(partial / TOKENS)
         begins = tail_begins(len(tokens), held_out)
-        return describe(partial, vocab_size, begins, token_bytes, end_token=end_token)
+        describe(partial, vocab_size, begins, token_bytes, end_token=end_token)
 
 
 def tail_begins(count: int, held_out: float) -> int:

@@ -32,65 +32,34 @@ from tests.models import loss_of, tokens
 from tests.one_card import ranks_device
 from tests.ranks import run_ranks
 
-# Of the three cases two for each strategy, so that every two strategies share one.
-SOME = {"zero0": CASES[:2], "zero1": CASES[1:], "zero2": CASES[::2], "zero3": CASES}
-SOME |= {"hsdp": CASES[::2], "hfsdp": CASES[1:]}
+BUCKETS = {"bucket_mb": 2**-8}
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
-def test_plan_is_exact_on_one_axis(strategy: str) -> None:
-    """On three ranks; two of them plan the other models below."""
-    assert_planned(3, "plain", strategy, SOME[strategy])
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_plan_is_exact_on_two_axes(strategy: str) -> None:
-    assert_planned(4, "plain", strategy, SOME[strategy])
-    assert_planned(2, "plain", strategy, FEW[strategy == "hsdp" :][:1])  # an inner axis of one rank
-
-
-@pytest.mark.parametrize("model_name", ["backbone", "half frozen", "uneven"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_plan_is_exact_for_other_models(strategy: str, model_name: str) -> None:
-    assert_planned(2, model_name, strategy, FEW)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hfsdp"])
-def test_plan_is_exact_for_models_that_come_in_bf16(strategy: str) -> None:
-    """fp32 main weights and states of what is trained, and bf16 of what is frozen."""
-    cases: list[Case] = [("fp32", 1), ("bf16", 2)]
-    assert_planned(4 if strategy == "hfsdp" else 2, "born narrow", strategy, cases)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_plan_is_exact_for_weights_kept_or_not(reshard: bool) -> None:
-    assert_planned(2, "uneven", "zero3", FEW, reshard_after_forward=reshard)
-    # Weights that forward leaves for a backward which frozen layers keep away.
-    assert_planned(2, "half frozen", "zero3", FEW, reshard_after_forward=reshard)
-
-
-def test_plan_is_exact_for_parts_kept() -> None:
-    assert_planned(4, "plain", "zero3", FEW, reshard_after_forward=2)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
-def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
-    world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
-    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8", 2)])
-    if strategy in ("zero1", "zero3", "hfsdp"):
-        assert_planned(world_size, "wide", strategy, [("fp8_block", 1)])
-
-
-def test_plan_is_exact_for_parts_of_planes_kept() -> None:
-    assert_planned(4, "blocks of 32", "zero3", [("mxfp8", 2)], reshard_after_forward=2)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_plan_is_exact_for_weights_that_are_read_again(strategy: str) -> None:
-    world_size = 4 if strategy == "hfsdp" else 3
-    assert_planned(world_size, "recomputing", strategy, [("bf16", 2)])
-    if strategy == "zero3":
-        assert_planned(4, "recomputing", strategy, [("bf16", 1)], reshard_after_forward=2)
+# Each strategy, model, format and option once: (ranks, model, strategy, cases, options).
+@pytest.mark.parametrize(
+    ("ranks", "model", "strategy", "cases", "options"),
+    [
+        (1, "plain", "zero3", CASES, {}),
+        (3, "plain", "zero0", CASES[:2], {}),
+        (2, "half frozen", "zero1", FEW, {}),
+        (3, "blocks of 32", "zero2", [("mxfp8", 2)], {}),
+        (2, "uneven", "zero3", FEW, {"reshard_after_forward": False}),
+        (2, "half frozen", "zero3", FEW, {"reshard_after_forward": True}),
+        (4, "blocks of 32", "zero3", [("mxfp8", 2)], {"reshard_after_forward": 2}),
+        (4, "recomputing", "zero3", [("bf16", 2)], {"reshard_after_forward": 2}),
+        (4, "plain", "hsdp", CASES[::2], {}),
+        (2, "plain", "hsdp", FEW[:1], {}),  # an inner axis of one rank
+        (4, "born narrow", "hfsdp", [("fp32", 1), ("bf16", 2)], {}),
+        (3, "wide", "zero1", [("fp8_block", 1)], {}),
+        (2, "backbone", "zero1", FEW, {}),
+        (3, "uneven", "zero2", CASES[:2], BUCKETS),
+        (2, "half frozen", "zero0", FEW[:1], BUCKETS),
+    ],
+)
+def test_plan_is_exact(
+    ranks: int, model: str, strategy: str, cases: list[Case], options: Facts
+) -> None:
+    assert_planned(ranks, model, strategy, cases, **options)
 
 
 def gathered_in_backward(facts: Facts) -> int:
@@ -109,11 +78,6 @@ def test_a_phase_of_zero3_gathers_half_the_bytes_of_bf16() -> None:
         made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8"])
     assert coded == made.gathered["backward"][1]
     assert "stored as mxfp8" in str(made) and "gathered in backward" in str(made)
-
-
-def test_one_rank_alone() -> None:
-    assert_planned(1, "plain", "zero3", CASES)
-    assert_planned(1, "plain", "zero0", CASES)
 
 
 # ------------------------------------------------------------------------------ Muon's exchange
@@ -204,16 +168,15 @@ def assert_exchanged(
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("zero0", 2), ("zero1", 3), ("zero3", 3), ("hsdp", 4), ("hfsdp", 4)],
+    [("zero0", 2), ("zero3", 3), ("hsdp", 4), ("hfsdp", 4)],
 )
 def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_size: int) -> None:
     assert_exchanged(strategy, world_size, "uneven")
 
 
-@pytest.mark.parametrize("early", [{}, {"bucket_mb": 1}], ids=str)
-def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
+def test_even_parts_of_replicas_are_planned_to_the_byte() -> None:
     """Four replicas and one matrix: one of them would receive and send four copies."""
-    made = assert_exchanged("zero0", 4, "single", **early)
+    made = assert_exchanged("zero0", 4, "single", bucket_mb=1)
     assert [type(one) for one in made.divisions.values()] == [Evenly]
     assert made.matrices is not None
     assert {call.operation for call in made.exchanged} == {"all_to_all", "all_gather"}
@@ -221,19 +184,10 @@ def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
 
 # ------------------------------------------------------------------------------ data_parallel
 
-KILOBYTE = 2**-10
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2"])
-def test_plan_is_exact_for_buckets(strategy: str) -> None:
-    assert_planned(3, "uneven", strategy, SOME[strategy], bucket_mb=4 * KILOBYTE)
-    assert_planned(2, "half frozen", strategy, FEW[strategy == "zero1" :][:1], bucket_mb=2**-9)
-
 
 @pytest.mark.parametrize(
     ("strategy", "model_name", "precision", "options"),
-    [("zero0", "uneven", "bf16", {}), ("zero1", "uneven", "fp32", {})]
-    + [("zero2", "blocks of 32", "mxfp8", {})]
+    [("zero0", "uneven", "bf16", {}), ("zero2", "blocks of 32", "mxfp8", {})]
     + [("zero1", "stacked", "fp32", {"bucket_mb": 1})],
 )
 def test_buckets_under_muon_are_planned_to_the_byte(
@@ -241,7 +195,7 @@ def test_buckets_under_muon_are_planned_to_the_byte(
 ) -> None:
     with torch.device("meta"):
         model = MODELS[model_name]()
-    options = {"bucket_mb": 4 * KILOBYTE, **options}
+    options = {"bucket_mb": 2**-8, **options}
     everyone = run_ranks(check_muon, 3, strategy, model_name, precision, options)
     for rank, (_, exchanged, _, facts) in enumerate(everyone):
         made = plan(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import resource
 import signal
@@ -22,7 +21,6 @@ import torch
 
 from shardwise.checkpoint import SaveError, valid_checkpoints, verify
 from shardwise.checkpoint.attempt import Attempt
-from shardwise.train import loop
 from shardwise.train.data import load_corpus
 from shardwise.train.loop import BrokenGradientError
 from tests.ranks import run_ranks
@@ -49,24 +47,6 @@ def nothing_is_left_behind() -> Iterator[None]:
     """A test that fails half way leaves a run going, which would slow down all that come after."""
     yield
     stop_all()
-
-
-# ------------------------------------------------------------------------------ the end
-
-
-def sample_late(rank: int, world_size: int, folder: str, data: str) -> None:
-    """Only the clock of rank 1 says, after the first token, that the text takes too long."""
-    trainer = make_trainer(rank, world_size, folder, data=data, sample=40, strategy="zero3")
-    with mock.patch.object(loop, "SAMPLE_SECONDS", -1.0 if rank else math.inf):
-        trainer.sample()
-    trainer.close()
-
-
-def test_a_sample_ends_on_all_ranks_when_the_time_of_one_is_over(tmp_path: Path) -> None:
-    run_ranks(sample_late, 2, str(tmp_path), write_text(tmp_path), timeout=60)
-    (event,) = events_of(tmp_path, "sample")
-    assert event["text"].startswith(loop.PROMPT)
-    assert len(event["text"].removeprefix(loop.PROMPT)) <= 1, "a token is a byte"
 
 
 # ------------------------------------------------------------------------------ ranks
@@ -195,6 +175,7 @@ def test_a_nan_on_one_rank_drops_the_step_on_all(tmp_path: Path) -> None:
     assert all(result == ([0, 1, 2, 3, 4, 5], True, "3 dropped") for result in results), results
     skipped = events_of(tmp_path / "run", "skip")
     assert [event["step"] for event in skipped] == [2, 4, 5]
+    assert all("embedding.weight" in event["gradients"] for event in skipped)
     final = events_of(tmp_path / "run", "step")[-1]
     assert final["loss"] == final["loss"], "the run is sound again"
 
@@ -204,7 +185,7 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(tmp_path: Path) -> None:
     results = run_ranks(broken_gradient, 2, str(tmp_path / "run"), data, [3, 4, 5], 1)
     for steps, _, text in results:
         assert steps == [0, 1, 2, 3]
-        assert "step 4" in text and "2 steps in a row" in text and "max_skipped" in text
+        assert "step 4" in text and "2 steps in a row; now in '" in text
 
 
 def broken_weights(rank: int, world_size: int, folder: str, data: str) -> list[str]:

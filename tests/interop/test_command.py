@@ -87,7 +87,7 @@ def test_a_damaged_token_file(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
-    assert "no run of recipe 'default'" in refused("train", "--resume", cwd=tmp_path)
+    assert "no such checkpoint or run" in refused("train", "--resume", cwd=tmp_path)
 
 
 # ------------------------------------------------------------------------------ from run to export
@@ -106,7 +106,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0, err
     assert out.count("a text that the model generates") == 1, "one rank speaks for all"
     assert "step 4/4" in out
-    assert "sha256" in out and "bigram" in out
+    assert "sha256" in out
     assert "shardwise" not in err and "Warning" not in err, err
     return folder
 

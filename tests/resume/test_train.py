@@ -199,7 +199,7 @@ def sampled(rank: int, world_size: int, folder: str, data: str) -> None:
 
     with mock.patch.object(loop, "generate", draw):
         trainer.sample()
-    trainer.close()
+    trainer.events.close()
 
 
 def test_the_end_of_a_document_ends_a_text(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def positions(
     trainer.parts.sampler.windows = noted  # type: ignore[method-assign]
     trainer.run()
     end = trainer.parts.sampler.position
-    return [int(w) for at in sorted(noted_at) if at < end for w in noted_at[at]], bits
+    return [w for at in sorted(noted_at) if at < end for _, w in noted_at[at]], bits
 
 
 def test_another_number_of_ranks_neither_repeats_nor_skips(tmp_path: Path) -> None:

@@ -45,11 +45,6 @@ def test_generate_repeats_what_was_learned_and_itself() -> None:
         for seed in (1, 1, 2)
     ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-    answers = iter([False, False, True])
-    assert torch.equal(
-        generate(model, start, 14, context=8, temperature=0.0, until=lambda: next(answers)),
-        found[:, :5],
-    )
 
 
 # ---------------------------------------------------------------------------------------- wrapped

@@ -28,7 +28,6 @@ from shardwise.planning.plan import plan
 from shardwise.planning.planned import Mesh, strategy_name
 from shardwise.planning.shard_map import map_text
 from shardwise.shard import fully_shard as wrapping
-from shardwise.shard.wrap import wrap_units
 from shardwise.words import count_text, parse_size, size_text
 from tests.models import Model
 from tests.ranks import run_ranks
@@ -213,20 +212,7 @@ def test_a_matrix_optimizer_takes_what_routing_says() -> None:
     assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="device='gpu'"):
-        plan(nn.Linear(2, 2, device="meta"), {"dp": 2}, device="gpu")
-
-
 # ------------------------------------------------------------------------------ what is wrapped
-
-
-def test_every_block_of_the_outermost_lists_is_a_unit_and_then_the_model() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Module(), nn.Linear(2, 2), nn.Identity()])
-    model.layers[0].experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    model.head = nn.Linear(2, 2)
-    assert wrap_units(model) == [model.layers[0], model.layers[1], model]
 
 
 def test_weights_tied_across_units_are_refused_as_fully_shard_does() -> None:
@@ -331,14 +317,6 @@ def test_405_billion_parameters_over_4096_ranks() -> None:
     json.dumps(made.as_dict())
 
 
-def test_microbatches_in_the_middle_are_counted_not_played() -> None:
-    one, two, many = (
-        plan(small(), {"dp": 8}, "zero3", microbatches=count) for count in (1, 2, 1000)
-    )
-    assert many.peak == two.peak and many.peak_total == two.peak_total
-    assert many.calls == Counter({call: 1000 * count for call, count in one.calls.items()})
-
-
 # ------------------------------------------------------------------------------ for people
 
 
@@ -390,22 +368,6 @@ def test_names_of_strategies_and_sizes() -> None:
     assert Mesh.of((2, 4)) == Mesh.of({"dp_outer": 2, "dp": 4}) and Mesh.of([4]).names == ("dp",)
 
 
-def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
-    """The weights of 8 ranks' zero(3) against bf16's: 1.03 bytes against 2 in both directions."""
-    sent = {}
-    for weights in ("bf16", "mxfp8"):
-        with torch.device("meta"):
-            model = Llama(2048, 512, 8192, 4, vocabulary=64)
-        precision = sw.Precision(weights=weights, reduce="fp32")
-        made = plan(model, {"dp": 8}, "zero3", precision=precision)
-        sent[weights] = sum(
-            call.nbytes * count
-            for call, count in made.calls.items()
-            if call.operation == "all_gather"
-        )
-    assert sent["mxfp8"] / sent["bf16"] < 0.52
-
-
 # ------------------------------------------------------------------------------ its own forward
 
 TOKENS = (torch.zeros(1, 8, dtype=torch.int64, device="meta"),)
@@ -431,18 +393,13 @@ MXFP8 = sw.Precision(weights="mxfp8", reduce="fp32")
 WIRE = sw.Precision(weights="bf16")
 Case = tuple[Any, tuple[str, ...], dict[str, Any]]
 OWN: list[Case] = [
-    (small, tuple(MESHES), {"microbatches": 3}),
-    (small, tuple(MESHES), {"precision": BF16}),
     (small, tuple(MESHES), {"precision": WIRE, "microbatches": 3}),
-    *[(small, ("zero3", "hfsdp"), {"reshard_after_forward": r}) for r in (True, False, 4)],
-    (reference, ("zero0", "zero3", "hsdp"), {"optimizer": "muon", "microbatches": 2}),
+    (small, ("zero3", "hfsdp"), {"reshard_after_forward": 4}),
     (partial(reference, 4), ("zero0", "zero1", "hfsdp"), {"optimizer": "muon"}),
     (partial(reference, 0, "block"), ("zero3",), {"optimizer": "muon", "precision": BF16}),
     (reference, ("zero1", "zero2"), {"bucket_mb": 0.05, "optimizer": "muon", "microbatches": 2}),
-    (partial(reference, 4), ("zero2",), {"bucket_mb": 0.05, "precision": WIRE}),
     (small, ("zero1", "zero3"), {"wrap": nested}),
     (of_32, tuple(MESHES), {"precision": MXFP8, "grain": layout.ROW, "microbatches": 3}),
-    (of_32, tuple(MESHES), {"precision": MXFP8}),
 ]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -21,7 +20,7 @@ from shardwise.cli import run
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.planning.activations import WORKSPACE, Follower
+from shardwise.planning.activations import Follower
 from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
 from shardwise.words import count_text
@@ -98,13 +97,6 @@ def test_what_one_can_count() -> None:
     assert made.total == made.followed, "no workspaces on a CPU"
     twice = plan(model, {"dp": 1}, "zero0", batch=(16, 128), device="cpu", optimizer="none")
     assert twice.activations - made.activations == pytest.approx(made.activations, rel=0.01)
-
-
-def test_workspaces_are_the_devices() -> None:
-    for device, wanted in (("cpu", 0), ("cuda", WORKSPACE)):
-        made = plan(gpt(), {"dp": 2}, batch=(1, 64), device=device)
-        assert made.workspace == wanted
-        assert plan(gpt(), {"dp": 2}, device=device).workspace == 0
 
 
 def test_attention_saves_no_matrix_of_all_pairs() -> None:
@@ -186,17 +178,6 @@ def test_a_recipe_is_planned_as_it_is_run(
     }.items():
         assert run(["plan", f"{tmp_path}/mine.py:{recipe}"]) == 0
         assert words in (said := capsys.readouterr().out), said
-
-
-def test_a_model_is_left_as_it_was() -> None:
-    model = gpt(num_experts=4)
-    before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    made = plan(model, {"dp": 4}, batch=(2, 64))
-    assert isinstance(made, Plan) and made.activations > 0
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(layer.experts.products is None for layer in mixtures_of(model))
-    assert F.rms_norm is nn.functional.rms_norm and sw.ledger.adopted is None
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

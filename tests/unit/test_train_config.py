@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from rich.console import Console as RichConsole
 
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.train import logs, run
 from shardwise.train.config import TrainConfig
-from shardwise.train.logs import Console, EventFile, Events, _figures, peak_flops, scalars
+from shardwise.train.logs import Console, EventFile, Events, peak_flops
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
 
 # ------------------------------------------------------------------------------ flags
@@ -129,13 +127,6 @@ def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
         config.mesh_shape(3)
     with pytest.raises(ValueError, match="replicas=2 works with hsdp"):
         dataclasses.replace(config, strategy="zero3").mesh_shape(4)
-
-
-def test_one_replica_per_node_by_default() -> None:
-    config = TrainConfig(strategy="hfsdp")
-    assert config.mesh_shape(16, num_nodes=4) == {"dp_outer": 4, "dp": 4}
-    assert config.mesh_shape(2) == {"dp_outer": 2, "dp": 1}
-    assert config.mesh_shape(1) == {"dp_outer": 1, "dp": 1}
 
 
 def test_a_batch_that_cannot_be_cut_names_the_nearest() -> None:
@@ -270,37 +261,14 @@ def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
     for step in range(1, 61):
         console.log(step_event(step))
     console.log({"kind": "eval", "step": 60, "loss": 1.0, "bits_per_byte": 1.44})
-    console.log({"kind": "skip", "step": 61, "grad_norm": "[b]"})
+    console.log({"kind": "skip", "step": 61, "grad_norm": "nan", "gradients": ["a.weight"]})
     console.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 33 and "\x1b" not in stream.getvalue()
     assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  12.3K tok/s  25% mfu")
     assert "1.50 GiB  norm 0.50" in lines[1] and "left" in lines[1]
     assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
-    assert "[b]" in lines[-1], "nothing in a message is markup"
-
-
-def test_a_bar_fits_80_columns() -> None:
-    stream = io.StringIO()
-    console = Console(10_000, stream=stream)
-    console.out = RichConsole(file=stream, force_terminal=True, width=80, legacy_windows=False)
-    for step in (9_998, 9_999):
-        console.log(step_event(step) | {"expert_load_max": 1.5})
-    console.close()
-    (line,) = {one for one in re.split(r"\r|\n", stream.getvalue()) if "9999/10000" in one}
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
-    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12.3K tok/s" in shown
-    assert re.search(r"0:0\d|-:--", shown), "the time that is left"
-    figures = _figures(step_event(1) | {"expert_load_max": 1.5})
-    assert figures.endswith("1.50 GiB  norm 0.50  expert load 1.5x")
-    assert _figures(step_event(1), 1) == "loss 2.000", "the last to go"
-
-
-def test_trackers_get_the_numbers() -> None:
-    found = scalars(step_event(4))
-    assert found["train/loss"] == 2.0 and "train/step" not in found and "train/lr" not in found
-    assert scalars({"kind": "eval", "step": 4, "loss": 1.0}) == {"held_out/loss": 1.0}
-    assert scalars({"kind": "save", "step": 4}) == {}
+    assert "'a.weight'" in lines[-1]
 
 
 @pytest.mark.parametrize(
