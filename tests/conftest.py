@@ -70,7 +70,7 @@ BY_DAY: dict[str, tuple[str, ...]] = {
     ),
     "comm/test_plan_experts.py": ("zero1-4", "zero3-2", "hsdp", "every_way"),
     "faults/test_store_kill.py": ("before_any_call", "on_the_disk"),
-    "fuzz/test_programs.py": (r"does\[[15]\]", "drawn", "seen", "smaller", "place"),
+    "fuzz/test_programs.py": (r"does\[[15]\]", "drawn", "seen", "smaller"),
     "interop/test_accelerate.py": (r"\[blocks\]", "FULL"),
     "interop/test_benchmarks.py": ("^(?!test_muon)",),
     "interop/test_compile.py": ("in place, then wrapped", "every option", "called_twice"),
