@@ -138,7 +138,7 @@ def assert_alike(one: Run) -> None:
         assert len(on["calls"]) == len(off["calls"])
 
 
-@pytest.mark.parametrize("one", strategies(), ids=str)
+@pytest.mark.parametrize("one", [*strategies()], ids=str)
 def test_gradients_travel_alike_and_codes_are_few(one: Run) -> None:
     assert_alike(one)
     on, off = facts(one)[0], facts(oracle(one))[0]

@@ -2,7 +2,7 @@
 """Runs that end with the same bits, runs that end near, and runs that must be told apart.
 
 What does not change a bit: the strategy, the number of ranks, buckets, overlap, the source of
-memory, who owns a matrix, in how many rounds matrices travel, a save and a load in another layout.
+memory. (Muon, functions of matrices and weights in fp8 have tables of their own.)
 """
 
 from __future__ import annotations
