@@ -59,7 +59,7 @@ ORDER += ("weights", "resume", "ep")
 
 def is_dear(case: Case) -> bool:
     """Whether a case traces for a long time, on every rank, a third value that no pair needs:
-    tensor parallelism is compiled by itself (and under zero3 in test_tensor_parallel_wrapped), a
+    tensor parallelism is compiled by itself (and under zero3 in parity/test_tensor_parallel), a
     resumed run, which is traced twice, without experts, recomputation and fp8."""
     if case["compile"] == "eager":
         return False
@@ -72,7 +72,7 @@ def is_dear(case: Case) -> bool:
 
 def world_of(case: Case) -> int:
     """The ranks of a case. Compiled blocks with tensor parallelism or spread experts, which take
-    longest to trace, have no second axis: eager ones have it, and test_tensor_parallel_wrapped
+    longest to trace, have no second axis: eager ones have it, and parity/test_tensor_parallel
     compiles tensor parallelism under zero3."""
     cut = "tp 2" in case.values() or "ep 2" in case.values()
     return 4 if case["strategy"] in ("hsdp", "hfsdp") or (cut and case["compile"] == "eager") else 2

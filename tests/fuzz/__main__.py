@@ -3,7 +3,6 @@
 
     python -m tests.fuzz --seeds 0:100000 --seconds 480 --jobs 7 --out found
     python -m tests.fuzz --show found/differs-123.json      runs one program and tells all
-    python -m tests.fuzz --strength 200                     programs until planted faults are found
 
 Every program ends in one outcome (see ``outcome.py``): the table at the end counts them. What is
 neither right nor an error by name on every rank is shrunk and written as JSON.
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 
 from tests.fuzz.draw import make
-from tests.fuzz.faults import strength
 from tests.fuzz.outcome import FINE, outcome
 from tests.fuzz.program import Program, walk
 from tests.products import keep_one_product
@@ -46,11 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("found"))
     parser.add_argument("--show", type=Path, help="a program to run alone")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--until-found", action="store_true", help="end with the first finding")
-    parser.add_argument(
-        "--strength", type=int, help="programs to find each planted fault in, for --seconds each"
-    )
-    parser.add_argument("--fault", default="", help="a part of the names of faults to plant")
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks, too: programs are of the CPU
@@ -61,13 +54,6 @@ def main(arguments: Sequence[str]) -> int:
         kind, words, full = outcome(program.get("program", program))
         print(full, f"{kind}: {words}", sep="\n")
         return kind not in FINE
-    if asked.strength:
-        found = []
-        limits = asked.strength, asked.seconds, asked.jobs
-        for name, count, words in strength(asked.seeds, *limits, asked.fault):
-            print(f"{count:6d}  {name}: {words[:120]}", flush=True)
-            found.append(count > 0)
-        return not all(found)
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.jobs > 1:
         counted = _side_by_side(asked, arguments)
@@ -114,7 +100,7 @@ def search(asked: Any) -> dict[tuple[str, str], tuple[int, int]]:
         began = time.monotonic()
         kind, words, full = outcome(program)
         took[kind] = took.get(kind, 0.0) + time.monotonic() - began
-        if kind not in FINE and time.monotonic() < until and not asked.until_found:
+        if kind not in FINE and time.monotonic() < until:
             shut_down()  # again, on ranks that have run nothing else
             again, words, more = outcome(program)
             kind, full = (kind, more) if again == kind else (f"once-{kind}", full)
@@ -124,14 +110,12 @@ def search(asked: Any) -> dict[tuple[str, str], tuple[int, int]]:
             seeds[key] = seed
             print(f"seed {seed}: {kind} {words}", flush=True)
             if kind not in FINE:
-                if not asked.no_shrink and not asked.until_found:
+                if not asked.no_shrink:
                     program = shrink(program, key, min(until, time.monotonic() + SHRINK_SECONDS))
                 made = {"kind": kind, "words": words, "program": program, "full": full}
                 (asked.out / f"{kind}-{seed}.json").write_text(json.dumps(made, indent=1))
         summary = [[*key, count, seeds[key]] for key, count in counts.items()]
         (asked.out / f"summary-{begin}.json").write_text(json.dumps(summary))
-        if asked.until_found and kind not in FINE:
-            break
     shut_down()
     print({kind: round(seconds, 1) for kind, seconds in took.items()})
     return {key: (count, seeds[key]) for key, count in counts.items()}

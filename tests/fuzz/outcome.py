@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.fuzz.program import Program, walk
 from tests.fuzz.replica import Log, Piece, Replica, in_fp8
 from tests.fuzz.run import Run
+from tests.parity.programs import CONTEXTS
 from tests.ranks import RanksFailed, run_ranks, shut_down
 
 FINE = ("ok", "loud", "both")
@@ -41,7 +42,8 @@ def on_rank(rank: int, ranks: int, program: Program, scratch: str) -> tuple[Log,
         replica = Replica(program, part, ranks, wrapped=True)
         log, run = replica.log, Run(program, [replica], scratch)
         try:
-            run.run()
+            with CONTEXTS[program.get("planted", "nothing")]():
+                run.run()
         finally:
             number = run.number
     except Exception as error:

@@ -11,7 +11,6 @@ import torch
 
 from tests.fuzz.__main__ import candidates
 from tests.fuzz.draw import FEATURES, make
-from tests.fuzz.faults import FAULTS, ROOT
 from tests.fuzz.outcome import FINE, compare, exact, outcome, reference
 from tests.fuzz.program import walk
 
@@ -48,7 +47,8 @@ def test_smaller_programs_are_programs() -> None:
         assert reference(one).logs
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_has_its_place(name: str) -> None:
-    path, right, wrong = FAULTS[name]
-    assert (ROOT / "shardwise" / path).read_text().count(right) == 1 and right != wrong
+@pytest.mark.parametrize("mistake", ["scaled twice", "left behind"])
+def test_a_planted_mistake_is_seen(mistake: str) -> None:
+    """In one of a few programs: not each has gradients that the mistake reaches."""
+    found = (outcome(make(seed, 2) | {"planted": mistake}) for seed in range(20))
+    assert any(kind not in FINE for kind, *_ in found)

@@ -99,22 +99,16 @@ def compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], tolerance: floa
         assert_close(loaded[name], value, name, bound)
 
 
-@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
-def test_a_checkpoint_comes_back_bit_for_bit(strategy: str, tmp_path: Path) -> None:
-    saved = run_ranks(save, ranks_for(strategy), strategy, str(tmp_path))[0]
-    for loaded in run_ranks(load, ranks_for(strategy), strategy, str(tmp_path)):
-        compare(saved, loaded, 0.0)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        (("zero3", 2), ("zero3", 2)),
+        (("hsdp", 4), ("hsdp", 4)),
         (("zero3", 2), ("zero3", 4)),
         (("zero3", 4), ("zero1", 2)),
         (("hfsdp", 4), ("zero3", 2)),
         (("zero0", 2), ("hfsdp", 4)),
         (("zero2", 2), ("zero3", 1)),
-        (("hsdp", 4), ("hfsdp", 4)),
     ],
     ids=lambda value: f"{value[0]} on {value[1]}",
 )
@@ -123,7 +117,7 @@ def test_a_checkpoint_loads_in_another_world_and_strategy(
 ) -> None:
     saved = run_ranks(save, before[1], before[0], str(tmp_path))[0]
     for loaded in run_ranks(load, after[1], after[0], str(tmp_path)):
-        compare(saved, loaded, 1e-6)
+        compare(saved, loaded, 0.0 if before == after else 1e-6)
 
 
 def load_alone(path: str) -> dict[str, Tensor]:

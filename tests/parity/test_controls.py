@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import shardwise as sw
 from shardwise.checkpoint.loading import _Job
 from shardwise.checkpoint.reading import write
 from shardwise.optim import ownership
-from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
-from shardwise.shard.parameter import CodedLeaf
 from tests.comm.planning import assert_planned
 from tests.comm.test_counts import assert_the_next_ahead, check_order
 from tests.contract.test_nothing_left import nothing_left
@@ -27,51 +23,11 @@ from tests.faults.test_checkpoint_files import make_late, refuse, save_both
 from tests.memory.helpers import Books
 from tests.memory.test_bytes import make
 from tests.models import loss_of, tokens
-from tests.parity.test_bitwise import check_schedules
-from tests.parity.test_mxfp8 import check_on_and_off
-from tests.parity.test_scaling import check_divisors
+from tests.parity.programs import CONTEXTS
 from tests.ranks import RanksFailed, on_ranks, run_ranks
 from tests.unit import test_exchange
 
 Patch = pytest.MonkeyPatch
-
-
-def scaled_twice(patch: Patch) -> None:
-    once: Any = Gradients._divisor.fget  # type: ignore[attr-defined]
-    patch.setattr(Gradients, "_divisor", property(lambda self: 2 * (once(self) or 1.0)))
-
-
-def sent_by_format(patch: Patch) -> None:
-    """Gradients of weights in fp8 travel in a dtype of their own."""
-    followed = Gradients.follow
-
-    def follow(self: Gradients, main: Any, sharded: Any, leaves: Any, dtype: Any, *of: Any) -> None:
-        wide = any(isinstance(leaf, CodedLeaf) for leaf in leaves)
-        followed(self, main, sharded, leaves, torch.float64 if wide else dtype, *of)
-
-    patch.setattr(Gradients, "follow", follow)
-
-
-def left_behind(patch: Patch) -> None:
-    """The gradient of each group's first parameter is packed and never published."""
-    published = Gradients._publish
-
-    def publish(self: Gradients, flow: Any, ready: Any, came: list[bool]) -> None:
-        published(self, flow, ready, [False, *came[1:]])
-
-    patch.setattr(Gradients, "_publish", publish)
-
-
-def written_by_two(patch: Patch) -> None:
-    """Memory from the trace pool is written while another reads it."""
-    packed = Gradients._pack
-
-    def pack(self: Gradients) -> None:
-        packed(self)
-        if self.pool is not None and self._flat is not None:
-            self._flat[:1] += 2**-20
-
-    patch.setattr(Gradients, "_pack", pack)
 
 
 def not_ahead(patch: Patch) -> None:
@@ -93,19 +49,15 @@ def failing(
         return check(rank, world_size, *of)
 
 
-@pytest.mark.parametrize(
-    ("plant", "check", "of"),
-    [
-        (scaled_twice, check_divisors, (sw.zero(3), {1: None})),  # I4
-        (sent_by_format, check_on_and_off, ("zero3", "adamw", "mxfp8")),  # I5
-        (written_by_two, check_schedules, ("zero3",)),  # I8
-        (left_behind, nothing_left, ("zero3", "none")),  # I10
-    ],
-    ids=["I4", "I5", "I8", "I10"],
-)
-def test_a_planted_mistake_is_seen(plant: Any, check: Any, of: tuple[Any, ...]) -> None:
+def without_a_gradient(rank: int, world_size: int) -> None:
+    with CONTEXTS["left behind"]():
+        nothing_left(rank, world_size, "zero3", "none")
+
+
+def test_a_gradient_left_behind_is_seen() -> None:
+    """I10."""
     with pytest.raises(RanksFailed, match="AssertionError"):
-        run_ranks(failing, 2, plant, check, *of)
+        run_ranks(without_a_gradient, 2)
 
 
 def test_an_order_without_gathers_ahead_is_seen() -> None:

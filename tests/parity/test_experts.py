@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardwise.core import comm
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Routing
+from tests.models import mesh_of
 from tests.one_card import device_type
 from tests.ranks import on_ranks, run_ranks
 
@@ -348,3 +350,63 @@ def test_delayed_weight_gradients_are_reduced_when_they_come(
         model.zero_grad()
         plain.zero_grad()
         published.clear()
+
+
+# ------------------------------------------------------------------------------ a mesh of their own
+
+
+class Stack(nn.Module):
+    """Matrices [experts, out, in]."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / width)
+        self.bias = nn.Parameter(torch.randn(count, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.einsum("td,ehd->th", hidden, self.weight) + self.bias.sum(0)
+
+
+def sparse(seed: int) -> nn.Module:
+    """A linear, and experts that are others on other ranks."""
+    torch.manual_seed(0)
+    dense = nn.Linear(8, 8)
+    torch.manual_seed(seed)
+    return nn.Sequential(OrderedDict(dense=dense, experts=Stack(3, 8)))
+
+
+@on_ranks(4)
+def test_experts_in_buckets_are_reduced_over_their_own_mesh(rank: int, world_size: int) -> None:
+    """2 expert-parallel ranks, and 2 that hold the same experts: {0, 2} and {1, 3}."""
+    grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("expert_dp", "ep"))
+
+    def batch(of: int) -> Tensor:
+        return torch.randn(5, 8, generator=torch.Generator().manual_seed(of))
+
+    grads: dict[str, list[Tensor]] = {}
+    for other in range(world_size):
+        twin = sparse(100 + other % 2)
+        twin(batch(other)).square().mean().backward()
+        for name, parameter in twin.named_parameters():
+            # What an expert's ranks saw is summed over them and divided by all ranks.
+            if "experts" not in name or other % 2 == rank % 2:
+                grads.setdefault(name, []).append(parameter.grad)  # type: ignore[arg-type]
+    weights = dict(sparse(100 + rank % 2).named_parameters())
+    for pattern in ("experts", "experts.*", "expert?"):
+        meshes = {pattern: grid["expert_dp"]}
+        model = sw.data_parallel(sparse(100 + rank % 2), mesh=mesh_of(4), meshes=meshes)
+        for dtype in (torch.float32, torch.float64):
+            for name, parameter in model.to(dtype).named_parameters():  # new buffers, one divisor
+                assert torch.equal(parameter.full_tensor().float(), weights[name]), "no rank's lost"
+                assert parameter.device_mesh.size() == (2 if "experts" in name else 4), name
+            model(batch(rank).to(dtype)).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                expected = (sum(grads[name]) / world_size).to(dtype)
+                found = parameter.grad.full_tensor()
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+            model.zero_grad()
+    model(batch(rank).to(dtype)).square().mean().backward()
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    with sw.comm.record() as calls:
+        optimizer.step()
+    assert not calls, "experts stay whole on their ranks"

@@ -1,372 +1,230 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8 weights: not a bit changes with how they are stored, gathered or scheduled."""
+"""Weights in fp8: not a bit changes with how they are stored, gathered or scheduled. The oracle
+gathers bf16, and encodes it where it is multiplied by; every run also compares its codes with
+encode(bf16(main)), see ``facts_of``."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.core.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
-from shardwise.precision.fp8_codec import FP8
-from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
-from tests.models import STRATEGIES, mesh_for, ranks_for
+from tests.models import loss_of, mesh_for, ranks_for, tokens
 from tests.one_card import ordered_ranks, ranks_device
-from tests.parity.mxfp8_helpers import (
-    STEPS,
-    STORED,
-    Kind,
-    assert_same_bits,
-    coded,
-    expected_planes,
-    loss_of,
-    make,
-    native_by_decoding,
-    off_in_the_same_groups,
-    optimizer_of,
-    planes_seen,
-    precision_of,
-    staged_weights,
-    tokens,
-    train,
-    wrap,
-)
-from tests.ranks import on_ranks, run_ranks
+from tests.parity import mxfp8_helpers as fp8
+from tests.parity.runs import NAMED, Run, assert_pair, assert_same, bits, facts, run
+from tests.ranks import RanksFailed, run_ranks
+
+WIDE = 144  # and an MLP of 432: the last blocks of 128 are of 16, and of 48
 
 
-def run(
-    rank: int, world_size: int, strategy: str, name: str, on: bool, kind: Kind, **options: Any
-) -> tuple[Any, dict[str, Tensor]]:
-    every = ("microbatches", "evaluate", "steps")
-    trains = {name: options.pop(name) for name in every if name in options}
-    shape = {name: options.pop(name) for name in ("inside", "outside") if name in options}
-    model = make(on, kind, **shape)
-    options = {"precision": precision_of(on, kind)} | options
-    with native_by_decoding():
-        model = wrap(model, strategy, world_size, **options)
-        return model, train(model, rank, optimizer=optimizer_of(model, name), **trains)
+def of(strategy: str, format: str = "mxfp8", optimizer: str = "muon", **more: Any) -> Run:
+    return run(strategy, ranks_for(strategy), optimizer, format, data="own", **more)
 
 
-def reductions(calls: list[Any]) -> list[Any]:
-    """All but the gathers of weights, in order: what gradients and the optimizer send."""
-    return [call for call in calls if call.operation != "all_gather"]
+def oracle(one: Run) -> Run:
+    """bf16 gathered by fully_shard, in the groups of fp8."""
+    kept = {name: value for name, value in one.more if name in OF_ALL}
+    strategy = one.strategy.removeprefix("buckets ")
+    return run(strategy, one.ranks, one.optimizer, one.format, under=("at use",), **kept)
 
 
-def check_on_and_off(rank: int, world_size: int, strategy: str, name: str, kind: Kind) -> int:
-    with sw.comm.record() as sent_on:
-        model, on = run(rank, world_size, strategy, name, True, kind)
-    with sw.comm.record() as sent_off, off_in_the_same_groups():
-        options = {"precision": precision_of(True, kind)}
-        plain, off = run(rank, world_size, strategy, name, False, kind, **options)
-    assert not any(group.format for unit in units_of(plain) for group in unit.groups)
-    assert_same_bits(on, off, f"{strategy} {name}: fp8 gather on / off")
-    assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
-    assert len(sent_on) == len(sent_off), "I5: as many collectives"
-    assert len(reductions(sent_on)) >= STEPS
-    assert set(sw.precision_report(model).stored) == STORED
-    found = planes_seen(model)
-    assert_same_bits(found, expected_planes(model, kind), "codes and scales")
-    assert len(found) == len(STORED) * (4 if kind == "native" else 2)
-    first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
-    assert last < 0.9 * first, f"nothing was learned: {first} to {last}"
-    return len(on)
+OF_ALL = ("data", "steps", "microbatches", "evaluate", "width")
 
 
-# "muon" has AdamW beside it, for all that is no matrix; "adamw" is torch's own.
-@pytest.mark.parametrize(
-    ("strategy", "name", "kind"),
-    [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
-    + [("zero3", "adamw", "mxfp8")]
-    + [(strategy, "muon", kind) for strategy in ("zero1", "zero3", "hfsdp")
-       for kind in ("native", "fp8_block")],
-)  # fmt: skip
-def test_fp8_gather_on_is_off(strategy: str, name: str, kind: Kind) -> None:
-    world_size = ranks_for(strategy)
-    seen = run_ranks(check_on_and_off, world_size, strategy, name, kind)
-    assert min(seen) > 2 * STEPS
+def strategies() -> Iterator[Run]:
+    yield from (of(strategy) for strategy in NAMED)
+    yield of("zero3", optimizer="adamw")
+    for format in ("native", "fp8_block"):
+        yield from (of(strategy, format) for strategy in ("zero1", "zero3", "hfsdp"))
+    # Partial blocks change how planes are cut and joined: over no axis, over one that keeps them
+    # and one that does not, over two.
+    for strategy in ("zero0", "zero1", "zero3", "hfsdp"):
+        yield of(strategy, "fp8_block", width=WIDE)
 
 
-# ---------------------------------------------------------------------------- two ranks, and four
-
-
-def check_world(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
-    """Two of four ranks that reduce together first see the same data: a + a = 2a, exactly."""
-    model = wrap(make(True), strategy, world_size, precision=precision_of(True))
-    optimizer = optimizer_of(model, "muon")
-    seen = train(model, rank * 2 // world_size, optimizer=optimizer, steps=range(3))
-    return seen | planes_seen(model)
-
-
-def test_four_ranks_train_to_the_bits_of_two() -> None:
-    two = run_ranks(check_world, 2, "zero3")
-    assert not torch.equal(two[0]["loss 0.0"], two[1]["loss 0.0"]), "they see different data"
-    for strategy in ("hsdp", "hfsdp"):
-        four = run_ranks(check_world, 4, strategy)
-        for rank, found in enumerate(four):
-            assert_same_bits(found, two[rank // 2], f"rank {rank} of four, {strategy}")
-    assert any(name.endswith(" codes") for name in two[0])
-
-
-# ------------------------------------------------------------------------------- schedules, memory
-
-
-def without_prefetch(model: Any) -> None:
-    for unit in (model, *model.layers):
-        unit.set_modules_to_forward_prefetch([])
-        unit.set_modules_to_backward_prefetch([])
-
-
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"memory": "trace"},
-    {"reshard_after_forward": False},
-    {"reshard_after_forward": True},
-    {"inside": True},
-    {"outside": True},
-    # An optimizer on the host rounds as a CPU does.
-    *([{"offload_policy": CPUOffloadPolicy()}] if ranks_device() == "cpu" else []),
-)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(2)
-def test_overlap_memory_and_recomputation_do_not_change_a_bit(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def schedules() -> Iterator[Run]:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
-    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(2)}
-    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
-    assert "evaluation 1" in expected
-    for options in OPTIONS:
-        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8", **often, **options)
-        assert_same_bits(found, expected, str(options))
-    model = wrap(make(True), strategy, world_size, precision=precision_of(True))
-    without_prefetch(model)
-    found = train(model, rank, optimizer=optimizer_of(model, "muon"), **often)
-    assert_same_bits(found, expected, "without prefetch")
-
-
-# --------------------------------------------------------------------------------------- transport
-
-
-def check_transport(rank: int, world_size: int, strategy: str, kind: Kind) -> tuple[int, int]:
-    sent = []
-    runs = []
-    for staged in (False, True):
-        forced = mock.patch.object(FP8, "staged_because", return_value="a test")
-        with forced if staged else nullcontext():
-            with sw.comm.record() as calls:
-                model, seen = run(rank, world_size, strategy, "adamw", True, kind, steps=range(3))
-            assert staged_weights(model) == [staged] * len(staged_weights(model)) != []
-            runs.append(seen | planes_seen(model))
-            sent.append(sum(call.nbytes for call in calls if call.operation == "all_gather"))
-    assert_same_bits(runs[0], runs[1], "codes encoded locally / bf16 staged")
-    return sent[0], sent[1]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [("zero3", "mxfp8"), ("zero1", "mxfp8"), ("hfsdp", "mxfp8"), ("hfsdp", "fp8_block")],
-)
-def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, kind: Kind) -> None:
-    for direct, staged in run_ranks(check_transport, ranks_for(strategy), strategy, kind):
-        assert 0 < direct < staged
-
-
-def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
-    """Layouts that cut blocks, or keep matrices whole, compute the same."""
-    few: dict[str, Any] = {"steps": range(3)}
-    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
-    chosen = []
-    for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
-        model, found = run(
-            rank,
-            world_size,
-            "zero3",
-            "muon",
-            True,
-            "mxfp8",
-            grain=lambda *_, g=grain: g,
-            **few,
-        )
-        assert_same_bits(found, expected, str(grain))
-        chosen.append([not staged for staged in staged_weights(model)])
-    return chosen
-
-
-def test_every_grain_trains_to_the_same_bits() -> None:
-    for rows, elements, tensors, _ in run_ranks(check_any_grain, ordered_ranks(3)):
-        assert rows and all(rows) and all(tensors)
-        assert ranks_device() == "cuda" or not all(elements), (
-            "blocks cut by elements travel as bf16"
-        )
-
-
-# ----------------------------------------------------------------------------------- data_parallel
-
-
-@pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "mxfp8"), (1, "mxfp8"), (1, "native"), (2, "mxfp8"), (1, "fp8_block")]
-)
-@on_ranks(2)
-def test_data_parallel_trains_to_the_same_bits(
-    rank: int, world_size: int, stage: int, kind: Kind
-) -> None:
-    runs: dict[Any, dict[str, Tensor]] = {}
-    staged: list[bool] = []
-    for on, overlap in ((False, False), (True, False), (True, True)):
-        with native_by_decoding():
-            model = sw.data_parallel(
-                make(on, kind),
-                mesh=mesh_for(sw.zero(stage), world_size),
-                placements=sw.zero(stage),
-                precision=precision_of(on, kind),
-                bucket_mb=0.05,
-                overlap_gather=overlap,
-            )
-            runs[on, overlap] = train(model, rank, optimizer=optimizer_of(model, "muon"))
-        if on:
-            report = sw.precision_report(model)
-            assert set(report.stored) == STORED
-            told = "), because two planes have more bytes" in str(report)
-            assert told == (kind == "native")
-            assert_same_bits(planes_seen(model), expected_planes(model, kind), "planes")
-            staged = staged_weights(model)
-    for overlap in (False, True):
-        assert_same_bits(runs[True, overlap], runs[False, False], f"overlap_gather={overlap}")
-    assert len(staged) >= 3, "several buckets"
-    if kind == "native":
-        assert all(staged), "both planes of an element weigh more than its bf16 value"
-    elif stage:
-        assert not all(staged), "owners of whole matrices send their codes"
-
-
-def owners_of(model: Any) -> list[set[str]]:
-    """By bucket that is trained: which optimizers write to it."""
-    kinds = {id(one.parameter): one.route.kind for one in routes_of(model)}
-    return [
-        {kinds[id(p)] for p in group.sharded}
-        for unit in units_of(model)
-        for group in unit.groups
-        if group.trainable
+    options: list[dict[str, Any]] = [
+        {"memory": "trace"},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": True},
+        {"inside": True},
+        {"outside": True},
+        {"change": "without prefetch"},
     ]
+    if ranks_device() == "cpu":  # an optimizer on the host rounds as a CPU does
+        options.append({"offload": True})
+    for strategy in ("zero1", "zero3"):
+        for each in options:
+            yield of(strategy, steps=2, microbatches=2, evaluate=True, **each)
 
 
-def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]], list[int]]:
-    """Owners by bucket, and gathers of each step; ``mixed``: buckets planned as if all parameters
-    had one owner."""
+def transports() -> Iterator[Run]:
+    for strategy, format in (("zero3", "mxfp8"), ("zero1", "mxfp8"), ("hfsdp", "fp8_block")):
+        yield of(strategy, format, under=("staged",))
+    yield of("zero3", "fp8_block", width=WIDE, under=("cut blocks",))
+    for grain in GRAINS:
+        yield run("zero3", ordered_ranks(3), format="mxfp8", data="own", grain=grain)
+
+
+GRAINS = (sw.rows(1), sw.ELEMENT, sw.TENSOR)
+
+
+def buckets() -> Iterator[Run]:
+    for stage, format, overlap in (
+        (0, "mxfp8", False), (1, "mxfp8", True), (1, "native", False), (2, "mxfp8", True),
+        (1, "fp8_block", True),
+    ):  # fmt: skip
+        yield of(f"buckets zero{stage}", format, bucket_mb=0.05, overlap_gather=overlap)
+    for stage in (0, 1):
+        yield of(f"buckets zero{stage}", "fp8_block", bucket_mb=0.2, width=WIDE)
+
+
+SAME = {
+    f"{family.__name__}: {one}": (one, oracle(one))
+    for family in (strategies, schedules, transports, buckets)
+    for one in family()
+}
+# Saved half way and loaded under another strategy, where codes of other weights are gathered.
+SAME |= {
+    f"resumed: {one}": (one, one.but(into=None))
+    for format, width in (("mxfp8", None), ("fp8_block", WIDE))
+    for after in ("zero3", "zero1")
+    for one in [of("zero3", format, width=width, steps=4, into=after)]
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_fp8_gather_on_is_off(case: str) -> None:
+    one, expected = SAME[case]
+    assert_pair(one, expected)
+    ends = bits(one)
+    if one.width is None and not one.evaluate and not one.into:
+        losses = [ends[f"loss {step}.0 0"] for step in (0, one.steps - 1)]
+        assert losses[1] < 0.95 * losses[0], "nothing was learned"
+
+
+def test_two_of_four_ranks_that_see_the_same_train_to_the_bits_of_two() -> None:
+    two = bits(of("zero3"))
+    for strategy in ("hsdp", "hfsdp"):
+        four = bits(of(strategy).but(data="pairs"))  # a + a = 2a, exactly
+        names = [name for name in two if not name.startswith("norm")]
+        assert_same({n: four[n] for n in names}, {n: two[n] for n in names}, strategy)
+    assert two["loss 0.0 0"] != two["loss 0.0 1"], "ranks see different data"
+
+
+# ------------------------------------------------------------------------------ facts
+
+
+def reductions(seen: dict[str, Any]) -> list[Any]:
+    return [call for call in seen["calls"] if call[0] != "all_gather"]
+
+
+def gathered(seen: dict[str, Any]) -> int:
+    return sum(call[2] for call in seen["calls"] if call[0] == "all_gather")
+
+
+def assert_alike(one: Run) -> None:
+    """I5: with codes and without, gradients travel alike, and there are as many collectives."""
+    for on, off in zip(facts(one), facts(oracle(one)), strict=True):
+        assert reductions(on) == reductions(off) and len(reductions(on)) >= one.steps
+        assert len(on["calls"]) == len(off["calls"])
+
+
+@pytest.mark.parametrize("one", [*strategies()], ids=str)
+def test_gradients_travel_alike_and_codes_are_few(one: Run) -> None:
+    assert_alike(one)
+    on, off = facts(one)[0], facts(oracle(one))[0]
+    assert on["stored"] == fp8.STORED
+    assert len(on["planes"]) == len(fp8.STORED) * (4 if one.format == "native" else 2)
+    staged = [reason for reason in on["staged"] if reason]
+    assert bool(staged) == ("as bf16" in on["report"])
+    if one.format != "native" and gathered(off):  # two planes have more bytes than bf16
+        assert gathered(on) < 0.95 * gathered(off)
+    if one.width:
+        assert (2, 4) in on["planes"].values(), "partial blocks"
+
+
+def test_codes_travel_unless_a_shard_cuts_a_block() -> None:
+    for one in transports():
+        on = facts(one)[0]
+        if "staged" in one.under:
+            assert all(on["staged"])
+            assert 0 < gathered(facts(one.but(under=()))[0]) < gathered(on)
+        elif "cut blocks" in one.under:
+            assert any(on["staged"]) and "because a rank's shard cuts a block" in on["report"]
+        elif dict(one.more)["grain"] != sw.ELEMENT:
+            assert not any(on["staged"]), one
+        elif ranks_device() == "cpu":  # of two ranks, elements may end where blocks do
+            assert any(on["staged"]), one
+
+
+def test_buckets_send_codes_but_for_two_planes() -> None:
+    for one in buckets():
+        on = facts(one)[0]
+        assert on["stored"] == fp8.STORED and len(on["staged"]) >= 2
+        assert ("because two planes have more bytes" in on["report"]) == (one.format == "native")
+        if one.strategy != "buckets zero0":
+            assert all(on["staged"]) == (one.format == "native")
+
+
+def owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]], list[int]]:
+    """The optimizers that write to each bucket, and gathers of each step; ``mixed``: planned as if
+    all parameters had one owner."""
     module = sys.modules["shardwise.shard.data_parallel"]  # sw.data_parallel is the function
-    plan = module._planned_buckets
-    one_owner = Route(kind="elementwise", reason="for everybody")
+    plan, everybody = module._planned_buckets, Route(kind="elementwise", reason="for everybody")
 
     def wrong(job: Any, routes: Any, *rest: Any) -> Any:
-        return plan(job, dict.fromkeys(routes, one_owner), *rest)
+        return plan(job, dict.fromkeys(routes, everybody), *rest)
 
-    model = make(True)
+    model = fp8.make(True)
     sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
     with mock.patch.object(module, "_planned_buckets", wrong if mixed else plan):
-        sw.data_parallel(model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True))
-    optimizer = optimizer_of(model, "muon")
+        mesh = mesh_for(sw.zero(1), world_size)
+        sw.data_parallel(model, mesh=mesh, precision=fp8.precision_of(True))
+    optimizer = fp8.optimizer_of(model, "muon")
     gathers = []
     for step in range(3):
         with sw.comm.record() as calls:
-            loss_of(model, tokens(step, 0, rank))[0].backward()
+            loss_of(model, tokens(step, 0, rank, world_size)).backward()
             optimizer.step()
             optimizer.zero_grad()
         gathers.append(sum(call.operation == "all_gather" for call in calls))
-    return owners_of(model), gathers
-
-
-def assert_one_owner(owners: list[set[str]], gathers: list[int]) -> None:
-    mixed = [sorted(kinds) for kinds in owners if len(kinds) > 1]
-    assert not mixed, f"buckets of several optimizers: {mixed}"
-    # The first step gathers frozen weights too; with "step" what it wrote is sent in the same one.
-    assert gathers[1:] == [len(owners)] * 2, f"{gathers} gathers of {len(owners)} buckets"
+    kinds = {id(one.parameter): one.route.kind for one in routes_of(model)}
+    groups = [group for unit in units_of(model) for group in unit.groups if group.trainable]
+    return [{kinds[id(p)] for p in group.sharded} for group in groups], gathers
 
 
 def test_buckets_have_one_owner_each_and_come_once_a_step() -> None:
-    for owners, gathers in run_ranks(check_owners, 2, False):
-        assert len(owners) == 3, "Muon's in MXFP8, AdamW's in MXFP8, AdamW's in bf16"
-        assert_one_owner(owners, gathers)
-    for owners, gathers in run_ranks(check_owners, 2, True):
-        with pytest.raises(AssertionError, match="buckets of several optimizers"):
-            assert_one_owner(owners, gathers)
+    for kinds, gathers in run_ranks(owners, 2, False):
+        assert len(kinds) == 3, "Muon's in MXFP8, AdamW's in MXFP8, AdamW's in bf16"
+        assert all(len(one) == 1 for one in kinds)
+        assert gathers[1:] == [3, 3], "the first step gathers frozen weights too"
+    for kinds, _ in run_ranks(owners, 2, True):
+        assert any(len(one) > 1 for one in kinds), "the comparison sees mixed buckets"
 
 
-# -------------------------------------------------------------------------------- save and resume
+# ------------------------------------------------------------------------------ mistakes
 
 
-def check_resume(rank: int, world_size: int, path: str, other: str) -> int:
-    half = STEPS // 2
-    model = wrap(make(True), "zero3", world_size, precision=precision_of(True))
-    optimizer = optimizer_of(model, "muon")
-    train(model, rank, optimizer=optimizer, steps=range(half))
-    sw.save(path, model, optimizer)
-    expected = train(model, rank, optimizer=optimizer, steps=range(half, STEPS))
-    for strategy in ("zero3", other):
-        torch.manual_seed(1)
-        resumed = make(True)
-        with torch.no_grad():
-            for parameter in resumed.parameters():
-                parameter.add_(1.0)  # nothing of the new model may survive
-        resumed = wrap(resumed, strategy, world_size, precision=precision_of(True))
-        with torch.no_grad():
-            resumed(torch.zeros(1, 1, dtype=torch.long))  # codes of what is about to be replaced
-        again = optimizer_of(resumed, "muon")
-        sw.load(path, resumed, again)
-        found = train(resumed, rank, optimizer=again, steps=range(half, STEPS))
-        assert_same_bits(found, expected, f"resumed in {strategy}")
-        assert_same_bits(planes_seen(resumed), planes_seen(model), "codes and scales")
-    return len(expected)
+@pytest.mark.parametrize(
+    "mistake", [{"change": "from codes"}, {"under": ("stale codes",)}], ids=str
+)
+def test_the_comparison_notices(mistake: dict[str, Any]) -> None:
+    one = of("zero1", optimizer="adamw")
+    with pytest.raises((AssertionError, RanksFailed), match="differ, first"):
+        assert_same(bits(one.but(**mistake)), bits(oracle(one)))
 
 
-def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    seen = run_ranks(check_resume, 2, str(tmp_path / "half way"), "zero1")
-    assert min(seen) > STEPS
-
-
-# ----------------------------------------------------------------------------------------- controls
-
-
-def through_codes(model: Any) -> None:
-    """Wrong: main weights that start from what the codes say."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in STORED:
-                parameter.copy_(coded(parameter).decode())
-
-
-def is_live(self: Any) -> bool:
-    """Wrong: codes that are here are taken to be right, whatever main says by now."""
-    return self.whole is None or (self.whole.made_from is not None and self.whole.live)
-
-
-@pytest.mark.parametrize("mistake", ["init", "stale"])
-@on_ranks(2)
-def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
-    few: dict[str, Any] = {"steps": range(3)}  # each of them shows at once, and stays
-    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
-    wrong = mock.patch.object(Group, "is_current", property(is_live))
-    with wrong if mistake == "stale" else nullcontext():
-        model = make(True)
-        if mistake == "init":
-            through_codes(model)
-        model = wrap(model, "zero1", world_size, precision=precision_of(True))
-        on = train(model, rank, optimizer=optimizer_of(model, "adamw"), **few)
-    with pytest.raises(AssertionError, match="differ") as caught:
-        assert_same_bits(on, off, mistake)
-    assert mistake in str(caught.value)
-
-
-def test_nothing_is_never_the_same_as_nothing() -> None:
-    with pytest.raises(AssertionError, match="nothing to compare"):
-        assert_same_bits({}, {}, "empty")
+def test_gradients_that_travel_by_format_are_seen() -> None:
+    """I5."""
+    mistaken = of("zero3", optimizer="adamw", under=("sent by format",))
+    with pytest.raises(AssertionError):
+        assert_alike(mistaken)

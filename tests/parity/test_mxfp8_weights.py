@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.contract.helpers import options_for, raised
 from tests.models import mesh_for
-from tests.one_card import UNTRACED
 from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 128
@@ -143,52 +141,6 @@ def test_a_weight_is_copied_as_a_plain_one_and_always_prints(rank: int, world_si
     for read in (copy.deepcopy, pickle.dumps, torch.clone, lambda weight: weight.float()):
         with pytest.raises(RuntimeError, match=r"are not gathered.*unshard\(\)"):
             read(weight)
-
-
-# ------------------------------------------------------------------------------- compiled
-
-
-class Tagged(nn.Module):
-    """Products, and a weight that something else reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words)
-        x = x + self.down(torch.tanh(self.up(x)))
-        return F.linear(x, self.words.weight) * self.up.weight.abs().mean()
-
-
-@pytest.mark.cpu_only(UNTRACED)
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
-@on_ranks(2)
-def test_a_compiled_model_computes_with_its_codes(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    losses = []
-    for compile in (False, True):
-        torch.manual_seed(0)
-        net = Tagged()
-        options = options_for(strategy.removesuffix(" buckets"), world_size)
-        precision = sw.Precision(weights="mxfp8", reduce="fp32", include=("*",))
-        wrap = sw.data_parallel if strategy.endswith("buckets") else sw.fully_shard
-        wrap(net, **options, precision=precision)
-        model = torch.compile(net, backend="eager") if compile else net
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        words = torch.arange(8).view(2, 4) + rank
-        found = []
-        for _ in range(3):
-            loss = F.cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    plain, traced = losses
-    assert plain == traced and plain[-1] < plain[0]
 
 
 # ------------------------------------------------------------------------------- patterns

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.core.memory import Block
-from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, tokens
+from shardwise.shard.module import units_of
+from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, make_model, mesh_of, tokens
 from tests.parity.helpers import full_parameters, make_sharded
 from tests.ranks import on_ranks, run_ranks
 
@@ -44,8 +45,8 @@ def poisoned_memory() -> Iterator[list[int]]:
 def poison_padding(model: Model) -> int:
     """NaN in every element of the main weights that belongs to no parameter."""
     poisoned = 0
-    for unit in (model, *model.layers):
-        for group in unit._shardwise_unit.groups:
+    for unit in units_of(model):
+        for group in unit.groups:
             padding = torch.ones(group.main.flat.numel(), dtype=torch.bool)
             for low, high, offset, *_ in group.main.pieces:
                 padding[offset : offset + high - low] = False
@@ -72,6 +73,9 @@ def train(model: Model, rank: int, world_size: int, *, poison: bool) -> dict[str
 
 def check_poison(rank: int, world_size: int, strategy: str, precision: str) -> tuple[int, int]:
     def make() -> Model:
+        if strategy == "buckets":
+            model = make_model(depth=2)
+            return sw.data_parallel(model, mesh=mesh_of(world_size), bucket_mb=0.003)
         return make_sharded(STRATEGIES[strategy], world_size, precision=PRECISIONS[precision])
 
     expected = train(make(), rank, world_size, poison=False)
@@ -87,7 +91,7 @@ def check_poison(rank: int, world_size: int, strategy: str, precision: str) -> t
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, "fp32") for strategy in ("zero0", "zero2", "zero3", "hsdp")]
+    [(strategy, "fp32") for strategy in ("zero0", "zero2", "zero3", "hsdp", "buckets")]
     + [(strategy, "bf16") for strategy in ("zero1", "zero3", "hfsdp")],
 )
 def test_poison_in_padding_and_in_fresh_memory_reaches_nothing(

@@ -63,15 +63,6 @@ def test_pictures_are_those_of_the_code() -> None:
     assert found == len(maker.PICTURES) >= 4
 
 
-def test_every_drawing_is_shown_in_both_themes() -> None:
-    shown = "".join(page.read_text() for page in PAGES)
-    names = {path.name for path in (DOCS / "img").glob("*.svg")}
-    assert {name.replace("-light", "-dark") for name in names if "-light" in name} == {
-        name for name in names if "-dark" in name
-    }
-    assert names and not [name for name in names if name not in shown]
-
-
 # ------------------------------------------------------------------------------ files and links
 
 
@@ -116,10 +107,6 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
         "nowhere.md",
         "#no-such-heading",
     ]
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_page_is_in_the_site() -> None:

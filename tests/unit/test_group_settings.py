@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from tests.models import make_model
+from tests.parity.runs import SETTINGS
 
 
 @sw.matrix_optimizer
@@ -67,3 +69,41 @@ def test_a_rate_may_be_a_tensor_and_is_read_in_every_step() -> None:
     rate.fill_(0.1)
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+def test_every_combination_by_name_pattern_is_a_parameter_group() -> None:
+    model = make_model(depth=2)
+    sw.route(model, settings=SETTINGS)
+    optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.05), elementwise=sw.adamw(lr=1e-2))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    first, second, bias = (
+        of[f"layers.{name}"] for name in ("0.up.weight", "1.up.weight", "0.up.bias")
+    )
+    assert (first["lr"], first["momentum"]) == (0.05 * 0.25, 0.5)
+    assert (second["lr"], second["momentum"]) == (0.05 * 0.5, 0.95)
+    assert (bias["lr"], bias["weight_decay"]) == (3e-3 * 2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layers.*": {"lr_scale": -1}}, ["lr_scale"]),
+        ({"layers.*.up.weight": {"betas": (0.9, 0.9)}}, ["layers.0.up.weight", "betas"]),
+        ({"*bias": {"momentum": 0.5}}, ["bias", "momentum"]),
+        ({"layers.*.up.weight": {"momentum": 2.0}}, ["momentum"]),
+        ({"nothing*": {"lr": 1.0}}, ["nothing*"]),
+        ({"layers.*": 0.5}, ["layers.*"]),
+    ],
+    ids=str,
+)
+def test_patterns_that_cannot_work_are_refused(settings: Any, words: list[str]) -> None:
+    model = make_model(depth=2)
+
+    def build() -> None:
+        sw.route(model, settings=settings)
+        sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+
+    with pytest.raises(ValueError, match="cannot work") as caught:
+        build()
+    assert [word for word in words if word not in str(caught.value)] == []

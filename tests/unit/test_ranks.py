@@ -107,14 +107,6 @@ def test_results_come_back_in_rank_order(world_size: int) -> None:
     assert len(set(run_ranks(process_id, world_size))) == world_size
 
 
-def test_the_same_processes_serve_the_next_call_within_milliseconds() -> None:
-    first = run_ranks(process_id, 2)
-    started = time.monotonic()
-    for _ in range(20):
-        assert run_ranks(process_id, 2) == first
-    assert (time.monotonic() - started) / 20 < 1.0  # 2 ms on idle cores, seconds for new processes
-
-
 def test_fresh_processes_are_not_the_pool_and_end_with_the_call() -> None:
     pooled = run_ranks(process_id, 1)
     fresh = run_ranks(process_id, 1, fresh=True)
@@ -227,10 +219,6 @@ def answer_to(work: Callable[[], object]) -> dict[str, Any]:
 
 def test_a_system_exit_is_a_failure_not_a_silent_end() -> None:
     assert "SystemExit: 3" in answer_to(lambda: sys.exit(3))["traceback"]
-
-
-def test_a_result_that_cannot_travel_is_a_failure() -> None:
-    assert "pickle" in answer_to(lambda: lambda: None)["traceback"]
 
 
 def test_a_bare_assert_shows_small_values_and_describes_tensors() -> None:
