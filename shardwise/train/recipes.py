@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from shardwise.models.gpt_config import GPTConfig
@@ -171,17 +171,11 @@ def named_function(name: str, *arguments: str) -> Callable[..., Any]:
     place, _, attribute = name.rpartition(":")
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(
-                Path(place).stem, Path(place).expanduser()
-            )
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            function: Callable[..., Any] = run_path(str(Path(place).expanduser()))[attribute]
         else:
-            module = importlib.import_module(place)
-        function: Callable[..., Any] = getattr(module, attribute)
+            function = getattr(importlib.import_module(place), attribute)
         inspect.signature(function).bind(*arguments)
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, OSError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name!r} is no function that can be called as {attribute}({', '.join(arguments)}) "
             f"({error}): write file.py:function or package.module:function"
