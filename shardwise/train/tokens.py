@@ -102,7 +102,9 @@ def open_tokens(folder: str | Path) -> tuple[Tokens, TokenInfo]:
     """Map the tokens of a folder into memory, after the checks in the docstring of this module."""
     file = Path(folder) / TOKENS
     try:
-        info = TokenInfo(**json.loads((file.parent / INFO).read_bytes()))
+        values = dict(json.loads((file.parent / INFO).read_bytes()))
+        values.pop("references", None)  # of files before 2026-11-20
+        info = TokenInfo(**values)
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{file.parent / INFO} cannot be used ({error}): make the tokens again"
