@@ -83,9 +83,11 @@ class Axis:
 _AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()  # by group, then by name
 
 
-def as_axis(group: dist.ProcessGroup, name: str | None = None) -> Axis:
+def as_axis(group: dist.ProcessGroup | Axis, name: str | None = None) -> Axis:
     """The Axis of a process group. One group may be an axis of several meshes, under several
-    names."""
+    names. A pretended mesh has axes in the place of groups."""
+    if isinstance(group, Axis):
+        return group
     axes = _AXES.setdefault(group, {})
     if name is None:
         name = next(iter(axes), "group")
