@@ -15,6 +15,7 @@ the model, whose unit has the embedding, the last norm and the head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -324,15 +325,17 @@ def generate(
     context: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    until: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
 
     Each token is a forward of the last ``context`` tokens. That is enough for a sample at the end
     of a run; to write more, export the model and let transformers generate. ``temperature`` 0 takes
-    the likeliest token.
+    the likeliest token. ``until`` is asked after each token and may end the text.
 
-    On a sharded model all ranks call this function with the same arguments. Tokens are drawn on the
-    CPU, with a CPU ``generator``: one seed gives one text on every device.
+    On a sharded model all ranks call this function with the same arguments, and get the same answer
+    from ``until``. Tokens are drawn on the CPU, with a CPU ``generator``: one seed gives one text
+    on every device.
     """
     was_training = model.training
     model.eval()
@@ -345,6 +348,8 @@ def generate(
                 chances = (logits / temperature).softmax(-1)
                 drawn = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
+            if until():
+                break
     finally:
         model.train(was_training)
     return tokens

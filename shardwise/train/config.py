@@ -89,7 +89,7 @@ class TrainConfig:
         max_skipped: steps in a row that may be skipped because their gradient is not finite; one
             more ends the run.
         timeout: seconds after which a collective that another rank does not join is an error.
-        sample: tokens of text to generate at the end; 0: none.
+        sample: tokens of text to generate at the end, in at most 5 seconds; 0: none.
         profile_step: the step to profile for the report, counted from the first step of this start.
         deterministic: use torch's deterministic algorithms.
     """

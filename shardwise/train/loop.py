@@ -47,6 +47,7 @@ CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer, for a sample and exports
 KEPT = "kept"  # a folder with the checkpoints of ``keep_every``
 PROMPT = "def "
+SAMPLE_SECONDS = 5.0
 # Fields of the configuration that change no number of a step: a resumed run may have others.
 _WITHOUT_EFFECT = frozenset(
     ("hours", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "max_skipped")
@@ -390,9 +391,11 @@ class Trainer:
         raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def sample(self) -> None:
-        """Log a text that the model generates, if rank 0 has the tokenizer (collective). A module
-        whose forward needs targets gives no logits, and no sample."""
+        """Log a text that the model generates until a rank's clock ends it, if rank 0 has the
+        tokenizer (collective). A module whose forward needs targets gives no logits, and no
+        sample."""
         model, config, world = self.parts.model, self.config, self.world
+        end = time.monotonic() + SAMPLE_SECONDS
         needed = [p for p in inspect.signature(model.forward).parameters.values() if p.kind < 2]
         tokenizer = prompt = None
         if world.first and all(p.default is not p.empty for p in needed[1:]):
@@ -408,6 +411,7 @@ class Trainer:
                 context=config.model.context,
                 temperature=0.8,
                 generator=torch.Generator().manual_seed(config.seed),
+                until=lambda: any(comm.agree(time.monotonic() > end, world.axis)),
             )[0].tolist()
         if tokenizer is not None:
             text = made[len(prompt) :]
