@@ -120,10 +120,6 @@ def test_four_ranks_equal_one(layer: dict[str, Any]) -> None:
     run_ranks(spread, 4, {"balance_loss": 0.1, "z_loss": 0.01, "score": "sigmoid"}, layer)
 
 
-def test_two_ranks_equal_one() -> None:
-    run_ranks(spread, 2, {"balance_loss": 0.1}, {})
-
-
 @on_ranks(4)
 def test_the_bias_is_moved_by_the_load_of_all_ranks(rank: int, world_size: int) -> None:
     axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
