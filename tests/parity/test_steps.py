@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.core import comm
+from shardwise.core.agreement import all_ranks
 from shardwise.optim.gradients import NonFiniteGradient
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import (
@@ -286,7 +287,7 @@ def load(rank: int, world_size: int, strategy: str, path: str) -> list[dict[str,
     model, optimizer = build(strategy, world_size)
     # States exist before the first step, with the same keys on every rank.
     keys = [sorted(optimizer.state[p]) for p in model.parameters()]
-    assert all(theirs == keys for theirs in comm.agree(keys, torch.distributed.group.WORLD))
+    assert all(theirs == keys for theirs in comm.agree(keys, all_ranks()))
     advance(model, optimizer, strategy, range(7, 8))  # nothing of it may survive
     state = states(model, optimizer)
     dcp.load(state, checkpoint_id=path)
