@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.loading import _Job
-from shardwise.checkpoint.reading import write
+from shardwise.checkpoint.loading import _Load, write
 from shardwise.optim import ownership
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
@@ -81,8 +80,8 @@ def not_ahead(patch: Patch) -> None:
 
 def written_early(patch: Patch) -> None:
     """A load writes weights before the modules have taken their extra states."""
-    offer = _Job._offer
-    patch.setattr(_Job, "_offer", lambda self: (write(self.copies), offer(self)))
+    offer = _Load._offer
+    patch.setattr(_Load, "_offer", lambda self: (write(self.copies), offer(self)))
 
 
 def failing(
