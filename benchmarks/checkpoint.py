@@ -40,10 +40,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, verify
-from shardwise.checkpoint.dividing import divide
 from shardwise.checkpoint.manifest import OptimizerValues
-from shardwise.checkpoint.pieces import table_to_json
-from shardwise.checkpoint.saving import join
+from shardwise.checkpoint.saving import divide, join
 from shardwise.checkpoint.state import model_state
 from shardwise.moe import GroupedMLP, swiglu
 from shardwise.report.origin import cpu_name, revision
@@ -171,14 +169,14 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     state.problems.clear()  # meta tensors have no values, and none is read here
     found: dict[str, float] = {"tensors": len(state.held)}
     started = time.process_time()
-    division = divide(state, 0, num_ranks)
+    _, table = divide(state, 0, num_ranks)
     found["divide"] = time.process_time() - started
     started = time.process_time()
-    mine = table_to_json(division.described)
+    mine = table.to_json()
     found["describe"] = time.process_time() - started
     digest = hashlib.sha256().hexdigest()
     found_parts = [
-        {"file": [10**12 + rank, digest], **(shifted(mine, rank, ep) if rank < ep else NOTHING)}
+        {"file": [10**12 + rank, digest], "table": shifted(mine, rank, ep) if rank < ep else None}
         for rank in range(num_ranks)
     ]
     texts = [json.dumps(part) for part in found_parts]
@@ -188,8 +186,7 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     started = time.process_time()
     manifest = join(
         [json.loads(text) for text in texts],
-        state.keys,
-        identity="simulated",
+        sorted({held.key for held in state.held}),
         step=1,
         sequence=1,
         experts={of.name: of.total for of in state.experts.values()},
@@ -214,9 +211,6 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     return found
 
 
-NOTHING: dict[str, list[Any]] = {"ranks": [], "tensors": []}
-
-
 def shifted(part: dict[str, Any], rank: int, ep: int) -> dict[str, Any]:
     """What rank ``rank`` of the axis ``ep`` describes: its experts, on its ranks."""
     tensors = []
@@ -227,7 +221,10 @@ def shifted(part: dict[str, Any], rank: int, ep: int) -> dict[str, Any]:
                 [[first + rank * (shape[0] // ep), *offsets], [count, *sizes], number, runs]
             )
         tensors.append([dtype, shape, moved or tiles, keys])
-    return {"ranks": [[one + rank for one in ranks] for ranks in part["ranks"]], "tensors": tensors}
+    return {
+        "groups": [[one + rank for one in ranks] for ranks in part["groups"]],
+        "tensors": tensors,
+    }
 
 
 def measure_manifests(counts: list[int]) -> None:

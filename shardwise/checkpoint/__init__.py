@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that lose nothing: atomic, hashed, loadable under any layout, and never unpickled.
 
-``save`` and ``load`` handle one checkpoint, ``Store`` those of a run; ``verify`` and ``export``
-need no model.
+``save`` and ``load`` handle one checkpoint, ``Store`` those of a run; ``verify`` needs no model.
 """
 
 from shardwise.checkpoint.errors import (
@@ -11,10 +10,8 @@ from shardwise.checkpoint.errors import (
     MismatchError,
     SaveError,
 )
-from shardwise.checkpoint.exporting import export
-from shardwise.checkpoint.loading import LoadReport, load
+from shardwise.checkpoint.loading import LoadReport, Verification, load, verify
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Verification, verify
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.store import Store, valid_checkpoints
 
@@ -27,7 +24,6 @@ __all__ = [
     "SaveError",
     "Store",
     "Verification",
-    "export",
     "load",
     "save",
     "valid_checkpoints",

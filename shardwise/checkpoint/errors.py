@@ -70,7 +70,8 @@ def shown(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def listed(headline: str, problems: list[str], most: int = 40) -> str:
+def listed(headline: str, problems: list[str]) -> str:
     """The headline and one line for each of the first problems."""
-    more = [f"  and {len(problems) - most} more"] if len(problems) > most else []
-    return "\n".join([headline, *(f"  {problem}" for problem in problems[:most]), *more])
+    found = list(dict.fromkeys(problems))
+    more = [f"and {len(found) - 40} more"] if len(found) > 40 else []
+    return "\n  ".join([headline, *found[:40], *more])

@@ -2,7 +2,7 @@
 """Files of a checkpoint: hashed while written, and read only if regular and of the listed size.
 
     header, tensors --> write(bytes) --+--> sha256
-                                       +--> file --> flush, fsync, close --> name, size, sha256
+                                       +--> file --> flush, fsync, close --> size, sha256
 
 No file is read again for its hash. Tensors are in safetensors files, which any reader of that
 format opens. The library can't hash while it writes, so the header is made here:
@@ -20,10 +20,9 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +38,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a checkpoint, as listed in the manifest."""
+class File(NamedTuple):
+    """What the manifest knows of the file of a rank."""
 
-    name: str
     size: int
     sha256: str
 
@@ -54,9 +51,8 @@ class HashedFile:
     record: File
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         # "x": the file must not exist yet. Large writes bypass the buffer.
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
+        self._file = open(path, "xb", buffering=_LARGE)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
 
@@ -82,14 +78,7 @@ class HashedFile:
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        self.record = File(self._path.name, self._size, self._hash.hexdigest())
-
-
-def write_file(path: Path, data: bytes) -> File:
-    """Write a small file; it is on the disk when this returns."""
-    with HashedFile(path) as file:
-        file.write(data)
-    return file.record
+        self.record = File(self._size, self._hash.hexdigest())
 
 
 def sync_directory(path: Path) -> None:
@@ -101,76 +90,47 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------ reading
-
-
 @contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """Open a regular file for reading; yield the file and its size. Links, pipes and others are
-    refused without waiting for them. A file that can't be read counts as damaged."""
+def opened(path: Path, size: int | None = None) -> Iterator[io.BufferedReader]:
+    """Open a regular file, of ``size`` bytes, for reading. Anything else counts as damaged: a link,
+    a pipe (nobody waits for its writer), a missing file, and a disk that fails meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise DamagedError(f"{path} is no regular file")
         with open(descriptor, "rb") as stream:
-            yield stream, os.fstat(descriptor).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        raise
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError(f"{path} is no regular file")
+            if size is not None and status.st_size != size:
+                raise DamagedError(f"{path} has {status.st_size} bytes, {size} were written")
+            yield stream
     except OSError as error:
         raise DamagedError(f"{path} can't be read: {error.strerror or error}") from error
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """The contents of a file of at most ``limit`` bytes."""
-    with open_regular(path) as (stream, size):
-        if size > limit:
-            raise DamagedError(f"{path} is longer than the limit of {limit} bytes")
-        return stream.read(limit)
-
-
-@contextlib.contextmanager
-def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
-    """Open a file of the manifest for reading: a regular file of the listed size, no link."""
-    path = folder / file.name
-    try:
-        with open_regular(path) as (stream, size):
-            if size != file.size:
-                raise DamagedError(f"{path} has {size} bytes, {file.size} were written")
-            yield stream
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path}: {error.strerror}; it is in the manifest") from error
-
-
-def check_bytes(folder: Path, file: File) -> None:
+def check_bytes(path: Path, file: File) -> None:
     """Read a file of any size and compare its sha256."""
-    with open_listed(folder, file) as stream:
+    with opened(path, file.size) as stream:
         digest = hashlib.file_digest(stream, "sha256")
     if digest.hexdigest() != file.sha256:
-        raise DamagedError(
-            f"{folder / file.name} is damaged: its sha256 differs from that of the bytes written"
-        )
+        raise DamagedError(f"{path} is damaged: its sha256 is not that of the bytes written")
 
 
 # ------------------------------------------------------------------------------ safetensors
 
 _LABELS = {
     torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
     torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e8m0fnu: "F8_E8M0",
+} | {
+    getattr(torch, f"{kind}{bits}"): f"{kind[0].upper()}{bits}"
+    for kind, sizes in (
+        ("int", (8, 16, 32, 64)),
+        ("uint", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+    )
+    for bits in sizes
 }
 
 
@@ -182,17 +142,16 @@ def form(dtype: torch.dtype) -> tuple[str, list[int]]:
     return (_LABELS[dtype], []) if dtype in _LABELS else ("U8", [dtype.itemsize])
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> File:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> File:
     """Write a safetensors file; it is on the disk when this returns. A tensor at a time is copied
     to host memory, if it is elsewhere."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         label, more = form(tensor.dtype)
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": label, "shape": [*tensor.shape, *more], "data_offsets": [begin, end],
-        }  # fmt: skip
+        begin, end = end, end + tensor.nbytes
+        shape = [*tensor.shape, *more]
+        header[name] = {"dtype": label, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     if len(text) > MAX_HEADER_BYTES:
@@ -210,15 +169,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 Header = dict[str, tuple[str, int, int]]
 
 
-def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[Header, Any]:
+def read_header(stream: io.BufferedReader, size: int, where: Path) -> tuple[Header, Any]:
     """The tensors of a safetensors file by name, and its metadata. None lies outside the file.
 
     Call ``check_bytes`` before: a header is believed as the manifest is."""
     try:
         length = int.from_bytes(stream.read(8), "little")
-        if length > min(file.size - 8, MAX_HEADER_BYTES):
+        if length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {length} bytes")
-        header = parse_json(stream.read(length), where)
+        header = parse_json(stream.read(length))
         metadata = header.pop("__metadata__", {})
         found: Header = {}
         at = 8 + length
@@ -227,10 +186,8 @@ def read_header(stream: io.BufferedReader, file: File, where: str) -> tuple[Head
             if begin != at or end < begin:
                 raise ValueError(f"{shown(name)} does not begin where the tensor before it ends")
             found[name], at = (value["dtype"], begin, end), end
-        if at != file.size:
-            raise ValueError(f"its tensors end at byte {shown(at)} of {file.size}")
+        if at != size:
+            raise ValueError(f"its tensors end at byte {shown(at)} of {size}")
         return found, metadata
-    except DamagedError:
-        raise
     except DAMAGE as error:
         raise DamagedError(f"{where} is not what shardwise writes: {error}") from error

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: any checkpoint into any layout of the same tensors, after every byte was checked.
+"""Loading: any checkpoint into any layout of the same tensors, after every byte was checked; and
+``verify``.
 
 manifest   rank 0 reads it and tells the others
 compare    check the sha256 of every file, divided over the ranks, before any file is interpreted
@@ -8,15 +9,22 @@ read       check values, names, shapes and dtypes; read what fills this rank's p
 write      write tensors, optimizer and random states: reads no file, and can't be refused
 
 Each step ends with a small exchange: all ranks continue, or all undo and raise the same error.
+
+saved by 2 ranks         rank 0 | rows 0-3 |  rank 1 | rows 4-6 |
+read by 3                rank 0 | 0-1 |  rank 1 | 2-4: from both |  rank 2 | 5-6 |
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +33,146 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import (
+    CheckpointError,
     DamagedError,
     MismatchError,
     listed,
     ranks_with_data,
     together,
 )
+from shardwise.checkpoint.files import Header, check_bytes, form, opened, rank_file, read_header
 from shardwise.checkpoint.manifest import Manifest, read_bytes, versions
-from shardwise.checkpoint.optimizer_state import OptimizerLoad
-from shardwise.checkpoint.pieces import Key, key_text
-from shardwise.checkpoint.reading import Reader, compare_bytes, write
-from shardwise.checkpoint.state import Held, facts_of, model_state, pieces_digest, unwrapped
-from shardwise.checkpoint.values import reseed, restore_random
+from shardwise.checkpoint.pieces import Key, Part, key_text
+from shardwise.checkpoint.saving import VALUES
+from shardwise.checkpoint.state import (
+    Held,
+    OptimizerLoad,
+    facts_of,
+    model_state,
+    placements_of,
+    unwrapped,
+)
+from shardwise.checkpoint.values import (
+    DAMAGE,
+    check_random,
+    decode,
+    parse_json,
+    reseed,
+    restore_random,
+)
 from shardwise.core import comm
 from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.activation import convert_gate_up
 from shardwise.shard.state_dict import clean
+
+Copies = list[tuple[Tensor, Tensor]]  # values in host memory, and the target of the same shape
+
+
+def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Check the sha256 of this rank's share of the files; all ranks together check every file."""
+    files = sorted(enumerate(manifest.files), key=lambda numbered: -numbered[1].size)
+    for number, file in files[rank::world_size]:
+        check_bytes(path / rank_file(number), file)
+
+
+class Reader:
+    """Fills boxes of tensors from the files of a checkpoint. Call ``compare_bytes`` before."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        # (part of a saved tensor, its dtype, offsets of the target in the tensor, target)
+        self._wanted: list[tuple[Part, torch.dtype, Shape, Tensor | None]] = []
+
+    def add(self, key: Key, offsets: Shape, sizes: Shape, target: Tensor | None) -> None:
+        """Plan to fill ``target`` with a box of a saved tensor. None: only look for the pieces."""
+        dtype = self.manifest.tensors[key].dtype
+        for part in self.manifest.table.parts(key, offsets, sizes):
+            self._wanted.append((part, dtype, offsets, target))
+
+    def read(self) -> Copies:
+        """Read all that was planned, file by file, front to back. No target is written."""
+        found: Copies = []
+        ordered = sorted(self._wanted, key=lambda wanted: wanted[0][:4])
+        self._wanted = []
+        for rank, several in groupby(ordered, key=lambda wanted: wanted[0].rank):
+            with self._opened(rank) as (stream, header, _):
+                for wanted in several:
+                    found += self._read(stream, header, *wanted)
+        return found
+
+    def _read(
+        self,
+        stream: io.BufferedReader,
+        header: Header,
+        part: Part,
+        dtype: torch.dtype,
+        place: Shape,
+        target: Tensor | None,
+    ) -> Copies:
+        label, begin, end = header.get(part.name, (None, 0, 0))
+        if label != form(dtype)[0] or end - begin != part.numel * dtype.itemsize:
+            where = self.path / rank_file(part.rank)
+            raise DamagedError(f"{where} does not hold '{part.name}': {part.numel} of {dtype}")
+        if target is None:
+            return []
+        low = tuple(map(max, place, part.offsets))
+        high = tuple(map(min, _ends(place, target.shape), _ends(part.offsets, part.sizes)))
+        if any(first >= last for first, last in zip(low, high, strict=True)):
+            return []
+        offsets, sizes, first = [*part.offsets], [*part.sizes], part.first
+        for dim, size in enumerate(part.sizes):
+            if size > 1:  # read the rows that are needed: they are neighbours in the file
+                first += (low[dim] - offsets[dim]) * math.prod(part.sizes[dim + 1 :])
+                offsets[dim], sizes[dim] = low[dim], high[dim] - low[dim]
+                break
+        data = torch.empty(math.prod(sizes) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        stream.seek(begin + first * dtype.itemsize)
+        if stream.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
+            raise DamagedError(f"{self.path / rank_file(part.rank)} has become shorter")
+        values = data.view(dtype).view(sizes)[_slices(low, high, offsets)]
+        if values.numel() < math.prod(sizes):
+            values = values.clone()  # the rest of the box can be freed
+        return [(values, target[_slices(low, high, place)])]
+
+    @contextlib.contextmanager
+    def _opened(self, rank: int) -> Iterator[tuple[io.BufferedReader, Header, Any]]:
+        """The file of a rank, its tensors and its metadata."""
+        place, size = self.path / rank_file(rank), self.manifest.files[rank].size
+        with opened(place, size) as stream:
+            yield stream, *read_header(stream, size, place)
+
+    def rank_values(self, rank: int) -> dict[str, Any]:
+        """The checked ``random`` states, the ``extra`` and the digest of ``pieces`` of a rank."""
+        with self._opened(rank) as (_, _, metadata):
+            try:
+                values: dict[str, Any] = decode(parse_json(metadata[VALUES]))
+                check_random(values["random"])
+                if type(values["extra"]) is not dict:
+                    raise TypeError("no extra")
+            except DAMAGE as error:
+                raise DamagedError(f"{self.path / rank_file(rank)}: {error}") from error
+        return values
+
+
+def _ends(offsets: Shape, sizes: Shape) -> tuple[int, ...]:
+    return tuple(map(sum, zip(offsets, sizes, strict=True)))
+
+
+def _slices(low: Shape, high: Shape, offsets: Any) -> tuple[slice, ...]:
+    bounds = zip(low, high, offsets, strict=True)
+    return tuple(slice(begin - offset, end - offset) for begin, end, offset in bounds)
+
+
+@torch.no_grad()
+def write(copies: Copies) -> None:
+    """Write values to their targets, and free them. This reads no file, so it can't fail on one."""
+    while copies:
+        values, target = copies.pop()
+        target.copy_(values)
+
+
+# ------------------------------------------------------------------------------ load
 
 
 @dataclass
@@ -124,71 +255,74 @@ def load(
         return manifest
 
     manifest, _ = together(compare, ranks)
-    job = _Job(folder, manifest, model, optimizer, ranks, strict, names or {})
+    job = _Load(folder, manifest, model, ranks, strict, names or {})
     try:
-        _, differences = together(job.read, ranks, facts=lambda _: job.differences)
+        differences = together(lambda: job.read(optimizer), ranks, facts=lambda found: found)[1]
     except BaseException:
         job.undo()
         raise
     together(job.write, ranks)
     if report is not None:
-        job.fill(report, list(dict.fromkeys(one for theirs in differences for one in theirs)))
+        job.fill(report, [one for theirs in differences for one in theirs])
     extra: dict[str, Any] = job.values["extra"]
     return extra
 
 
-@dataclass
-class _Job:
+class _Load:
     """One rank's part of one load, after the bytes were checked."""
 
-    path: Path
-    manifest: Manifest
-    model: nn.Module
-    optimizer: Optimizer | None
-    ranks: comm.Axis
-    strict: bool
-    names: Mapping[str, str]
-    undos: list[Callable[[], object]] = field(default_factory=list)
-    optimizer_load: OptimizerLoad | None = None
-    kept: list[str] = field(default_factory=list)  # names of the model's tensors not loaded
-    differences: list[str] = field(default_factory=list)  # from the run that saved
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        model: nn.Module,
+        ranks: comm.Axis,
+        strict: bool,
+        names: Mapping[str, str],
+    ) -> None:
+        self.path, self.manifest, self.model = path, manifest, model
+        self.ranks, self.strict, self.names = ranks, strict, names
+        self.same_size = manifest.world_size == ranks.size
+        self.reader = Reader(path, manifest)
+        self.undos: list[Callable[[], object]] = []
+        self.writes: list[Callable[[], object]] = []
+        self.kept: list[str] = []  # names of the model's tensors not loaded
 
-    @property
-    def same_size(self) -> bool:
-        return self.manifest.world_size == self.ranks.size
-
-    def read(self) -> None:
-        """Raise everything that does not fit, at once; then read all that this rank loads."""
-        self.reader = Reader(self.path, self.manifest)
+    def read(self, optimizer: Optimizer | None) -> list[str]:
+        """Raise everything that does not fit, at once; then read all that this rank loads. Returns
+        the differences from the run that saved."""
         self.values = self.reader.rank_values(self.ranks.rank if self.same_size else 0)
         self.state = state = model_state(self.model)
         if self.strict:
             state.problems += self._name_problems()
-        if self.optimizer is not None and not state.problems:
-            self.optimizer_load = OptimizerLoad(self.optimizer, state, self.manifest)
-            self.undos.append(self.optimizer_load.undo)
-            self.optimizer_load.compare()
+        of_optimizer = None
+        if optimizer is not None and not state.problems:
+            of_optimizer = OptimizerLoad(optimizer, state, self.manifest)
+            self.undos.append(of_optimizer.undo)
+            self.writes.append(of_optimizer.write)
+            of_optimizer.compare()
         found = {held: self._problem(held) for held in state.held}
         unfit = {held: problem for held, problem in found.items() if problem is not None}
         if not self.strict and len(unfit) < len(state.held):
             self.kept = sorted({held.key[0] for held in unfit})
             state.held = [held for held in state.held if held not in unfit]
             unfit = {}
-        if problems := [*state.problems, *unfit.values()]:
-            self._refuse(problems)
-        self._compare_facts()
-        self.copies = self._read_counts()
+        self._refuse([*state.problems, *unfit.values()])
         for held in state.held:
-            for offsets, view in self._boxes(held) if not held.shared else ():
-                self.reader.add(self._key(held), offsets, view)
-        self.copies += self.reader.read()
-        self._offer()
+            for offsets, view in self._boxes(held):
+                self.reader.add(self._key(held), offsets, tuple(view.shape), view)
+        self.copies = self.reader.read()
+        self._check_counts()
+        if self.strict:
+            self._offer()
+        return self._differences(of_optimizer)
 
     def _refuse(self, problems: list[str]) -> None:
-        step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
-        size = f"{step}{self.manifest.num_tensors} tensors"
-        headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
-        raise MismatchError(listed(headline, list(dict.fromkeys(problems))))
+        if problems:
+            step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
+            size = f"{step}{len(self.manifest.tensors)} tensors"
+            headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
+            raise MismatchError(listed(headline, problems))
 
     # ------------------------------------------------------------------ what fits
 
@@ -251,17 +385,20 @@ class _Job:
         block = saved.get("gate_up_block") if isinstance(saved, dict) else None
         return block if block != of.block else None
 
-    def _compare_facts(self) -> None:
-        saved, here = self.manifest.facts, facts_of(self.model, self.ranks.size)
+    def _differences(self, of_optimizer: OptimizerLoad | None) -> list[str]:
+        """What keeps the run that was loaded from being continued bit for bit."""
+        found = [] if self.strict else ["random states were not loaded"]
+        if of_optimizer is not None:
+            found += of_optimizer.differences
+        elif self.manifest.optimizer is not None:
+            found.append("the optimizer was not loaded")
+        if self.same_size and of_optimizer and self.values["pieces"] != self.state.digest:
+            found.append("pieces of tensors lay on other ranks")
+        saved = self.manifest.facts | {"placements": self.manifest.placements}
+        saved |= {f"version of {name}": text for name, text in self.manifest.versions.items()}
+        here = facts_of(self.model, self.ranks.size) | {"placements": placements_of(self.model)}
         here |= {f"version of {name}": text for name, text in versions().items()}
-        saved = saved | {f"version of {n}": text for n, text in self.manifest.versions.items()}
-        if self.optimizer_load is None and self.manifest.optimizer is not None:
-            self.differences.append("the optimizer was not loaded")
-        elif self.same_size and self.values.get("pieces") != pieces_digest(self.state):
-            self.differences.append("pieces of tensors lay on other ranks")
-        self.differences += self.optimizer_load.differences if self.optimizer_load else []
-        self.differences += [] if self.strict else ["random states were not loaded"]
-        self.differences += _unlike(saved, here)
+        return found + _unlike(saved, here)
 
     # ------------------------------------------------------------------ what is read
 
@@ -286,42 +423,35 @@ class _Job:
                 yield place, view[:, at : at + len(run)]
                 at += len(run)
 
-    def _read_counts(self) -> list[tuple[Tensor, Tensor]]:
-        """The counts of steps that several experts share here, and have one by one in the file."""
-        found, problems = [], []
-        for held in self.state.held:
-            for offsets, view in held.boxes() if held.shared else ():
-                counts = torch.empty(view.shape, dtype=view.dtype, device="cpu")
-                self.reader.add(self._key(held), offsets, counts)
-                found.append((held, counts))
-        write(self.reader.read())
-        for held, counts in found:
-            if (counts != counts[0]).any():
-                problems.append(
-                    f"'{key_text(held.key)}' of the experts in the checkpoint: {counts.tolist()}, "
-                    f"and here they have one for all: load into a module with a parameter for each "
-                    f"(layout 'indexed')"
-                )
-        if problems:
-            self._refuse(problems)
-        return [(counts[0], held.tensor) for held, counts in found]
+    def _check_counts(self) -> None:
+        """Refuse several counts of steps from the file where experts share one count here."""
+        shared = {held.tensor.data_ptr(): held for held in self.state.held if held.shared}
+        counts: dict[int, set[float]] = {}
+        for values, target in self.copies:
+            if (place := target.data_ptr()) in shared and target.numel():
+                counts.setdefault(place, set()).add(values.item())
+        self._refuse(
+            [
+                f"'{key_text(shared[place].key)}' of the experts in the checkpoint: "
+                f"{sorted(several)}, and here they have one for all: load into a module with a "
+                f"parameter for each (layout 'indexed')"
+                for place, several in counts.items()
+                if len(several) > 1
+            ]
+        )
 
     def _offer(self) -> None:
         """Set the modules' extra states; keep their old ones in case a module refuses."""
-        if not self.strict:
-            return
         named = unwrapped(self.model).named_modules(remove_duplicate=False)
         modules = {clean(name): module for name, module in named}
         # Experts keep the order of gate and up of this model: the load permutes rows instead.
         orders = {experts.order for experts in self.state.experts.values()}
-        for name, value in self.manifest.extra_states.items():
-            if name in orders:
-                continue
+        for name in self.manifest.extra_states.keys() - orders:
             module = modules[name.rpartition(".")[0]]
             before = copy.deepcopy(module.get_extra_state())
             self.undos.append(partial(module.set_extra_state, before))
             try:
-                module.set_extra_state(value)
+                module.set_extra_state(self.manifest.extra_states[name])
             except Exception as error:
                 raise DamagedError(
                     f"{self.path}: '{name}' is refused by its module, a {type(module).__name__}: "
@@ -339,10 +469,10 @@ class _Job:
             if isinstance(held.tensor, ShardedTensor) and held.tensor.buffer is not None:
                 held.tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
         write(self.copies)
-        if self.optimizer_load is not None:
-            self.optimizer_load.write()
+        for write_more in self.writes:
+            write_more()
         if self.strict and self.same_size:
-            restore_random(self.values["random"], str(self.path))
+            restore_random(self.values["random"])
         elif self.strict:
             reseed(self.values["random"], self.ranks.rank, self.ranks.size)
 
@@ -352,11 +482,12 @@ class _Job:
         loaded = {self._key(held)[0] for held in self.state.held}
         saved = {name for name, of_state in self.manifest.tensors if not of_state}
         report.left_out, report.kept = sorted(saved - loaded), self.kept
-        report.differences = differences
+        report.differences = list(dict.fromkeys(differences))
         if report.config is not None:
-            saved_config = self.manifest.config or {}
-            saved_config = {key: saved_config.get(key) for key in report.config}
-            report.differences += _unlike(saved_config, report.config)
+            then = self.manifest.config or {}
+            report.differences += _unlike(
+                {key: then.get(key) for key in report.config}, report.config
+            )
 
 
 def _unlike(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -366,3 +497,63 @@ def _unlike(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         for key in {**saved, **here}
         if saved.get(key) != here.get(key)
     ]
+
+
+# ------------------------------------------------------------------------------ verify
+
+
+@dataclass
+class Verification:
+    """The result of ``verify``; ``problems`` is empty for a sound checkpoint."""
+
+    path: Path
+    manifest: Manifest | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def num_tensors(self) -> int:
+        return 0 if self.manifest is None else len(self.manifest.tensors)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
+        if (saved := self.manifest) is not None:
+            step = "" if saved.step is None else f"step {saved.step}, "
+            lines += [
+                f"  {step}{saved.created}, {saved.world_size} ranks, {self.num_tensors} tensors, "
+                f"{saved.num_bytes} bytes, torch {saved.versions['torch']}",
+                *(f"  {text}" for text in saved.placements),
+            ]
+        return "\n".join([*lines, *(f"  problem: {problem}" for problem in self.problems)])
+
+
+def verify(path: str | os.PathLike[str]) -> Verification:
+    """Check a checkpoint as ``load`` does, for all ranks, without a model or a process group.
+
+    Checks the manifest, sizes and every sha256. If all bytes are as written, checks that every
+    piece of every tensor is where the manifest says, and random states and extra of each rank.
+    """
+    report = Verification(Path(os.path.abspath(path)))
+
+    def collect(check: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except CheckpointError as error:
+            report.problems.append(str(error))
+
+    report.manifest = manifest = collect(Manifest.read, report.path)
+    if manifest is None:
+        return report
+    for rank, file in enumerate(manifest.files):
+        collect(check_bytes, report.path / rank_file(rank), file)
+    if report.ok:
+        reader = Reader(report.path, manifest)
+        for rank in range(manifest.world_size):
+            collect(reader.rank_values, rank)
+        for key, entry in manifest.tensors.items():
+            reader.add(key, (0,) * len(entry.shape), entry.shape, None)
+        collect(reader.read)
+    return report

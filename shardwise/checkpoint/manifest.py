@@ -18,36 +18,42 @@ import datetime
 import hashlib
 import json
 import platform
-import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy
 import torch
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
-from shardwise.checkpoint.files import File, rank_file, read_small, write_file
-from shardwise.checkpoint.pieces import (
-    Entry,
-    Key,
-    key_text,
-    table_from_json,
-    table_to_json,
-)
-from shardwise.checkpoint.values import (
-    DAMAGE,
-    MAX_JSON_BYTES,
-    check_length,
-    decode,
-    encode,
-    parse_json,
-)
+from shardwise.checkpoint.files import File, HashedFile, opened
+from shardwise.checkpoint.pieces import Entry, Key, Table
+from shardwise.checkpoint.values import DAMAGE, MAX_JSON_BYTES, decode, encode, limited, parse_json
 
 NAME = "manifest.json"
-FORMAT = "shardwise checkpoint 4"
+FORMAT = "shardwise checkpoint 5"
+
+
+def versions() -> dict[str, str]:
+    try:
+        shardwise = version("shardwise")
+    except PackageNotFoundError:
+        shardwise = "unknown"  # run from a folder that was never installed
+    return {
+        "shardwise": shardwise,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "numpy": str(numpy.__version__),
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +70,10 @@ class OptimizerValues:
 class Manifest:
     """A checkpoint without its tensors: which file holds which piece, and the run that wrote it."""
 
-    identity: str  # the name of this save's temporary directory
     step: int | None
     sequence: int  # number of the save in its folder; a resumed run continues the count
     files: list[File]  # of each rank
-    tensors: dict[Key, Entry]
+    table: Table
     experts: dict[str, int]  # parameters with a dimension of experts: how many
     tied: dict[str, str]  # another name of a parameter -> the name under which it is saved
     extra_states: dict[str, Any]  # of modules that have one
@@ -81,54 +86,42 @@ class Manifest:
     created: str
 
     def __post_init__(self) -> None:
-        """Check what the types of the fields do not say. A file may hold any values."""
-        if not self.files or min(self.sequence, self.step or 0, *(f.size for f in self.files)) < 0:
-            raise ValueError("no ranks, or a number below 0")
-        alike: dict[int, list[Key]] = {}
-        for key, entry in self.tensors.items():
-            alike.setdefault(id(entry), []).append(key)
-        room = sum(file.size for file in self.files)
-        holders: dict[int, tuple[int, ...]] = {}
-        for keys in alike.values():
-            entry = self.tensors[keys[0]]
-            room -= len(keys) * entry.numel_held * entry.dtype.itemsize
-            holders |= {id(tile.ranks): tile.ranks for tile in entry.tiles}
-            gaps = all(state and name in self.experts for name, state in keys)
-            if (problem := entry.problem(gaps)) is not None:
-                raise ValueError(f"{shown(key_text(keys[0]))}: {problem}")
-        if room < 0:
-            raise ValueError(f"its tensors have {-room} bytes more than its files")
-        if any(max(ranks, default=0) >= self.world_size for ranks in holders.values()):
-            raise ValueError(f"it names a rank of {self.world_size} that is none")
-        for name in self.tied.values():
-            if (name, "") not in self.tensors:
-                raise ValueError(f"it ties a name to {shown(name)}, which is no tensor")
-        for name in self.states:
-            if (name, "") not in self.tensors:
-                raise ValueError(f"{shown(name)} has states, and is no tensor")
+        for problem in self._problems():
+            raise ValueError(problem)
+        self.table.check(self.world_size, self.experts)
+
+    def _problems(self) -> Iterator[str]:
+        """What the types of the fields do not say. A file may hold any values."""
+        if min(self.sequence, self.step or 0, *(file.size for file in self.files)) < 0:
+            yield "a number below 0"
+        if sum(len(k) * entry.nbytes for entry, k in self.table.alike.items()) > self.num_bytes:
+            yield "more bytes of tensors than of files"
+        named = {name for name, state in self.tensors if not state}
+        for name in {*self.tied.values(), *self.states, *self.experts} - named:
+            yield f"{shown(name)} has another name, states or experts, and is no tensor"
         for name, count in self.experts.items():
             if self.tensors[name, ""].shape[:1] != (count,):
-                raise ValueError(f"{shown(name)} are not {shown(count)} experts")
+                yield f"{shown(name)} are not {count} experts"
         for name, value in self.extra_states.items():
             block = value.get("gate_up_block", 0) if type(value) is dict else 0
             if type(block) is not int or block < 0:
-                raise ValueError(f"the order of gate and up in {shown(name)} is no size")
+                yield f"the order of gate and up in {shown(name)} is no size"
         saved = self.optimizer
         rows, parameters = (saved.options, saved.parameters) if saved else ([], {})
         if not all(row in range(len(rows)) for row in parameters.values()):
-            raise ValueError("a parameter with options that are not in the table")
-        if any("params" in options for options in rows):
-            raise ValueError("options with parameters among them")
-        if lost := [key for key in self.tensors if key[1] and key[0] not in parameters]:
-            raise ValueError(f"{shown(key_text(lost[0]))} belongs to no parameter")
+            yield "a parameter with options that are not in the table"
+        if self.states.keys() - parameters.keys():
+            yield "states of no parameter"
+        if any("params" in options for options in rows) or "torch" not in self.versions:
+            yield "options with parameters among them, or no version of torch"
+
+    @property
+    def tensors(self) -> dict[Key, Entry]:
+        return self.table.entries
 
     @property
     def world_size(self) -> int:
         return len(self.files)
-
-    @property
-    def num_tensors(self) -> int:
-        return len(self.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -153,19 +146,17 @@ class Manifest:
         body: dict[str, Any] = {
             item.name: encode(getattr(self, item.name), item.name)
             for item in dataclasses.fields(self)
-            if item.name not in ("files", "tensors", "optimizer")
+            if item.name not in ("files", "table", "optimizer")
         }
-        body["files"] = [[file.size, file.sha256] for file in self.files]
-        body["tensors"] = table_to_json(self.tensors)
+        body |= {"files": self.files, "table": self.table.to_json()}
         body["optimizer"] = encode(self.optimizer and vars(self.optimizer), "the optimizer")
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(body, separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return check_length(
-            f'{{"format":"{FORMAT}","sha256":"{digest}","body":{text}}}'.encode(), NAME
-        )
+        return limited(f"{_head(digest)}{text}}}", NAME).encode()
 
     def write(self, folder: Path) -> None:
-        write_file(folder / NAME, self.to_bytes())
+        with HashedFile(folder / NAME) as file:
+            file.write(self.to_bytes())
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -174,30 +165,35 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, folder: Path) -> Manifest:
-        path = folder / NAME
-        content = parse_json(data, str(path))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            other = content.get("format") if isinstance(content, dict) else content
-            raise DamagedError(
-                f"{path} has the format {shown(other)}, and only '{FORMAT}' can be read: load it "
-                f"with the version of shardwise that wrote it"
-            )
         try:
-            body = content["body"]
-            text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-            if hashlib.sha256(text.encode()).hexdigest() != content["sha256"]:
+            content = parse_json(data)
+            if type(content) is not dict or content.get("format") != FORMAT:
+                other = content.get("format") if type(content) is dict else content
+                raise ValueError(
+                    f"its format is {shown(other)}, and only '{FORMAT}' can be read: load it with "
+                    f"the version of shardwise that wrote it"
+                )
+            text = data[len(_head(content["sha256"])) : -1]
+            if hashlib.sha256(text).hexdigest() != content["sha256"]:
                 raise ValueError("its contents differ from its sha256")
-            return _from_body(body, str(path))
+            return _from_body(content["body"])
         except DAMAGE as error:
-            raise DamagedError(f"{path} is damaged: {error}") from error
+            raise DamagedError(f"{folder / NAME} is damaged: {error}") from error
+
+
+def _head(digest: str) -> str:
+    """The manifest before its body."""
+    return f'{{"format":"{FORMAT}","sha256":"{digest}","body":'
 
 
 def read_bytes(folder: Path) -> bytes:
     """The bytes of a folder's manifest; the error says what the folder is instead."""
-    try:
-        return read_small(folder / NAME, MAX_JSON_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    if (folder / NAME).exists():
+        with opened(folder / NAME) as stream:
+            data = stream.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise DamagedError(f"{folder / NAME} is longer than {MAX_JSON_BYTES} bytes")
+        return data
     if inner := sorted(path.parent for path in folder.glob(f"*/{NAME}")):
         raise CheckpointError(
             f"{folder} is a folder of checkpoints: pass one of them, such as {inner[-1]}"
@@ -210,57 +206,36 @@ def read_bytes(folder: Path) -> bytes:
     )
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        shardwise = version("shardwise")
-    except PackageNotFoundError:
-        shardwise = "unknown"  # run from a folder that was never installed
-    return {
-        "shardwise": shardwise,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "numpy": str(numpy.__version__),
-    }
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 # ------------------------------------------------------------------------------ parsing
 
 
-def _from_body(body: Any, where: str) -> Manifest:
+def _from_body(body: Any) -> Manifest:
     """The manifest in a body with a correct sha256. Anyone can write such a body: check types."""
     hints = typing.get_type_hints(Manifest)
-    values = {name: decode(value, where) for name, value in body.items() if name != "tensors"}
-    values["tensors"] = table_from_json(body["tensors"])
-    sizes = _typed(values["files"], list[list[Any]])
-    values["files"] = [_typed(vars(File(rank_file(r), *f)), File) for r, f in enumerate(sizes)]
-    if values.keys() != hints.keys() or "torch" not in values["versions"]:
-        raise ValueError("it lacks fields of a manifest, or has others")
-    skipped = ("tensors", "files")  # made above
-    return Manifest(
-        **{name: v if name in skipped else _typed(v, hints[name]) for name, v in values.items()}
-    )
+    files, table = [File(*file) for file in body["files"]], Table.from_json(body["table"])
+    if {(type(file.size), type(file.sha256)) for file in files} - {(int, str)}:
+        raise TypeError("the size and sha256 of a file")
+    values: dict[str, Any] = {"files": files, "table": table}
+    for name in body.keys() - values.keys():
+        values[name] = _typed(decode(body[name]), hints[name])
+    return Manifest(**values)
 
 
 def _typed(value: Any, hint: Any) -> Any:
     """The value if it has the annotated type, else a TypeError; a dataclass from its fields."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:  # of one type and None
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is UnionType:  # of one type and None
         return None if value is None else _typed(value, inner[0])
-    kind = dict if dataclasses.is_dataclass(hint) else origin or hint
+    if kind is OptimizerValues:
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _typed(item, hints[name]) for name, item in value.items()})
     if kind is not Any and type(value) is not kind:
         raise TypeError(f"{shown(value)} is no value that shardwise writes there")
-    if dataclasses.is_dataclass(hint):
-        fields = typing.get_type_hints(hint)
-        made = {name: _typed(item, fields[name]) for name, item in value.items()}
-        return hint(**made)  # type: ignore[operator]
-    for item in value if kind in (dict, list) and inner else ():
-        _typed(item, inner[0])
-    for item in value.values() if kind is dict and inner else ():
-        _typed(item, inner[1])
+    if kind is dict:
+        for key, item in value.items():
+            _typed(key, inner[0])
+            _typed(item, inner[1])
+    if kind is list:
+        for item in value:
+            _typed(item, inner[0])
     return value

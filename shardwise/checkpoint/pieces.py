@@ -2,23 +2,23 @@
 """The table of a checkpoint: which rank's file holds which elements of which tensor.
 
 A tensor is cut into tiles (tensor parallelism and experts cut some; without them there is one), and
-each tile, row by row, into consecutive pieces in the files of some ranks, the *holders*. Pieces of
-one length are a run, so the table has a few numbers for each tensor, for any number of ranks:
+each tile, row by row, into consecutive pieces in the files of a list of ranks, its *holders*.
+Pieces of one length are a run, so a tensor takes a few numbers, for any number of ranks:
 
     weight [8, 100] over 4 ranks       elements 0-149   150-399   400-649   650-799
                                        in the file of rank 0      rank 1    rank 2    rank 3
     runs   (holder 0, 150 elements), (from holder 1: 250 elements, 2 times), (holder 3, 150)
 
 The numbers are results: no reader repeats the packing that led to them. The pieces of a tile cannot
-overlap, and leave nothing out if their lengths add up to the tile. Saving makes the table
-(dividing.py); ``Entry.parts`` is the walk over it that loading, verifying and exporting share.
+overlap, and leave nothing out if their lengths add up to the tile. Saving makes the table;
+``Table.parts`` is the walk over it that loading, verifying and exporting share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from shardwise.checkpoint.errors import shown
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.core.layout import Box, Shape, boxes_of
 
-MAX_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 _TOO_MANY = 1 << 62  # elements or bytes
 Key = tuple[str, str]  # a parameter or buffer, and the key of a state of it ("": itself)
 
@@ -59,25 +59,44 @@ def runs_of(pieces: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A box of a tensor, and its pieces."""
 
     offsets: Shape
     sizes: Shape
-    ranks: tuple[int, ...]  # of the holders
+    group: int  # the number of its list of holders in the table
     runs: tuple[Run, ...]
 
     def pieces(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, begin, end) of the pieces with elements of [low, high)."""
+        """(holder, begin, end) of the pieces with elements of [low, high)."""
         at = 0
         for run in self.runs:
             first = max(0, (low - at) // run.length)
             last = min(run.number, -(-(high - at) // run.length))
             for number in range(first, last):
                 begin = at + number * run.length
-                yield self.ranks[run.holder + number], begin, begin + run.length
+                yield run.holder + number, begin, begin + run.length
             at += run.length * run.number
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A saved tensor."""
+
+    dtype: torch.dtype
+    shape: Shape
+    tiles: tuple[Tile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in files, as far as the tiles say."""
+        return sum(math.prod(tile.sizes) for tile in self.tiles) * self.dtype.itemsize
+
+    def experts_among(self, first: int, count: int) -> int:
+        """How many of these experts have a part of the tensor: frozen ones have no states."""
+        spans = {(tile.offsets[0], tile.offsets[0] + tile.sizes[0]) for tile in self.tiles}
+        ends = ((max(first, low), min(first + count, high)) for low, high in spans)
+        return sum(max(0, high - low) for low, high in ends)
 
 
 class Part(NamedTuple):
@@ -91,59 +110,103 @@ class Part(NamedTuple):
     sizes: Shape
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A saved tensor."""
+@dataclass
+class Table:
+    """The saved tensors, or those that a rank describes. Lists of holders are written once."""
 
-    dtype: torch.dtype
-    shape: Shape
-    tiles: tuple[Tile, ...]
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    entries: dict[Key, Entry] = field(default_factory=dict)
+
+    def add(self, key: Key, dtype: torch.dtype, shape: Shape, tiles: Sequence[Tile]) -> None:
+        """Add tiles of a tensor."""
+        known = self.entries[key].tiles if key in self.entries else ()
+        self.entries[key] = Entry(dtype, shape, (*known, *tiles))
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def numel_held(self) -> int:
-        return sum(math.prod(tile.sizes) for tile in self.tiles)
-
-    def experts_among(self, first: int, count: int) -> int:
-        """How many of these experts have a part of the tensor: frozen ones have no states."""
-        spans = {(tile.offsets[0], tile.offsets[0] + tile.sizes[0]) for tile in self.tiles}
-        ends = ((max(first, low), min(first + count, high)) for low, high in spans)
-        return sum(max(0, high - low) for low, high in ends)
-
-    def problem(self, gaps: bool) -> str | None:
-        """The reason why the pieces are not the whole tensor, or None. With ``gaps`` some experts
-        may be missing."""
-        for tile in self.tiles:
-            held = sum(run.length * run.number for run in tile.runs)
-            if held != math.prod(tile.sizes):
-                return f"its pieces hold {held} of {math.prod(tile.sizes)} elements"
-            last = max((run.holder + run.number for run in tile.runs), default=0)
-            if max(last, sum(run.number for run in tile.runs)) > len(tile.ranks):
-                return "it has more pieces than there are holders"
-        boxes = [(tile.offsets, tile.sizes) for tile in self.tiles]
-        return covering_problem(self.shape, boxes, gaps)
+    def alike(self) -> dict[Entry, list[Key]]:
+        """The tensors of each kind: a weight and its states are often alike."""
+        found: dict[Entry, list[Key]] = {}
+        for key, entry in self.entries.items():
+            found.setdefault(entry, []).append(key)
+        return found
 
     def parts(self, key: Key, offsets: Shape, sizes: Shape) -> Iterator[Part]:
-        """The parts that may have elements of a box of the tensor."""
-        for tile in self.tiles:
+        """The parts that may have elements of a box of a tensor."""
+        entry = self.entries[key]
+        for tile in entry.tiles:
             low = high = 0
-            dims = zip(tile.offsets, tile.sizes, offsets, sizes, strict=True)
-            for mine, length, begin, size in dims:
+            for mine, length, begin, size in zip(
+                tile.offsets, tile.sizes, offsets, sizes, strict=True
+            ):
                 first, last = max(mine, begin) - mine, min(mine + length, begin + size) - mine - 1
                 if first > last:
                     break
                 low, high = low * length + first, high * length + last
             else:
-                for rank, begin, end in tile.pieces(low, high + 1):
-                    name = piece_name(key, self.shape, tile, begin, end)
-                    at = 0
+                for holder, begin, end in tile.pieces(low, high + 1):
+                    name, at = piece_name(key, entry.shape, tile, begin, end), 0
                     for inside, sides in boxes_of(tile.sizes, begin, end):
                         place = tuple(map(sum, zip(tile.offsets, inside, strict=True)))
+                        rank = self.groups[tile.group][holder]
                         yield Part(rank, name, end - begin, at, place, sides)
                         at += math.prod(sides)
+
+    def check(self, num_ranks: int, with_gaps: Mapping[str, Any]) -> None:
+        """Raise a ``ValueError`` unless the pieces make whole tensors. Of the parameters
+        ``with_gaps``, the states of some experts may be missing."""
+        if not all(0 <= rank < num_ranks for ranks in self.groups for rank in ranks):
+            raise ValueError(f"a rank that is none of {num_ranks}")
+        for entry, keys in self.alike.items():
+            gaps = all(state and name in with_gaps for name, state in keys)
+            boxes = [(tile.offsets, tile.sizes) for tile in entry.tiles]
+            problem = covering_problem(entry.shape, boxes, gaps)
+            for tile in entry.tiles:
+                if sum(run.length * run.number for run in tile.runs) != math.prod(tile.sizes):
+                    problem = "its pieces are not as long as their tile"
+                last = max((run.holder + run.number for run in tile.runs), default=0)
+                if max(last, sum(run.number for run in tile.runs)) > len(self.groups[tile.group]):
+                    problem = "it has more pieces than there are holders"
+            if problem:
+                raise ValueError(f"{shown(key_text(keys[0]))}: {problem}")
+
+    # ------------------------------------------------------------------ JSON
+
+    def to_json(self) -> dict[str, Any]:
+        tensors = [
+            [dtype_name(entry.dtype), entry.shape, entry.tiles, keys]
+            for entry, keys in self.alike.items()
+        ]
+        return {"groups": self.groups, "tensors": tensors}
+
+    @staticmethod
+    def from_json(value: Any) -> Table:
+        """The inverse; raises what unpacking raises."""
+        table = Table([_sizes(ranks) for ranks in value["groups"]])
+        for dtype, shape, tiles, keys in value["tensors"]:
+            found = []
+            for offsets, sizes, group, runs in tiles:
+                [group] = _sizes([group])
+                table.groups[group]  # raises if there is none
+                many = tuple(Run(*_sizes(run)) for run in runs)
+                if not all(run.length and run.number for run in many):
+                    raise ValueError("a run without elements")
+                found.append(Tile(_sizes(offsets), _sizes(sizes), group, many))
+            entry = Entry(dtype_of(dtype, "a tensor"), _sizes(shape), tuple(found))
+            if len(shape) > _MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= _TOO_MANY:
+                raise ValueError("the shape of no tensor")
+            for name, state in keys:
+                if {type(name), type(state)} != {str} or (name, state) in table.entries:
+                    raise ValueError(f"{shown(name)} is no name of a tensor, or stands there twice")
+                table.entries[name, state] = entry
+        return table
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is not list or {*map(type, value)} - {int}:
+        raise TypeError(f"{shown(value)} in the place of numbers")
+    if value and not 0 <= min(value) <= max(value) < _TOO_MANY:
+        raise ValueError("a number that is too large, or below 0")
+    return tuple(value)
 
 
 def piece_name(key: Key, shape: Shape, tile: Tile, begin: int, end: int) -> str:
@@ -184,60 +247,3 @@ def covering_problem(shape: Shape, boxes: Sequence[Box], gaps: bool = False) -> 
     if not len({offsets for offsets, _ in boxes}) == len(boxes) == math.prod(map(len, spans)):
         return "its pieces leave elements out, or hold some twice"
     return None
-
-
-# ------------------------------------------------------------------------------ JSON
-
-
-def table_to_json(entries: Mapping[Key, Entry]) -> dict[str, Any]:
-    """The tensors of a manifest, or the tiles that a rank describes. Tensors that are alike, as a
-    weight and its states, are written together; so are lists of holders."""
-    numbers: dict[int, int] = {}  # of lists of holders, by id
-    ranks: list[Sequence[int]] = []
-    alike: dict[Any, tuple[list[Any], list[Key]]] = {}
-    for key, entry in entries.items():
-        tiles = []
-        for tile in entry.tiles:
-            if id(tile.ranks) not in numbers:
-                numbers[id(tile.ranks)] = len(ranks)
-                ranks.append(tile.ranks)
-            tiles.append((tile.offsets, tile.sizes, numbers[id(tile.ranks)], tile.runs))
-        same = entry.dtype, entry.shape, tuple(tiles)
-        alike.setdefault(same, ([dtype_name(entry.dtype), entry.shape, tiles], []))[1].append(key)
-    return {"ranks": ranks, "tensors": [[*value, keys] for value, keys in alike.values()]}
-
-
-def table_from_json(value: Any) -> dict[Key, Entry]:
-    """The inverse; raises what unpacking raises."""
-    ranks = [_sizes(holders, 1 << 31) for holders in value["ranks"]]
-    entries: dict[Key, Entry] = {}
-    for dtype, shape, tiles, keys in value["tensors"]:
-        found = []
-        for offsets, sizes, number, runs in tiles:
-            if type(number) is not int or number < 0:
-                raise TypeError(f"{shown(number)} is no number of a list of ranks")
-            many = tuple(Run(*_sizes(run)) for run in runs)
-            if not all(run.length and run.number for run in many):
-                raise ValueError("a run without elements")
-            found.append(Tile(_shape(offsets), _shape(sizes), ranks[number], many))
-        entry = Entry(dtype_of(dtype, "a tensor"), _shape(shape), tuple(found))
-        for name, state in keys:
-            if type(name) is not str or type(state) is not str or (name, state) in entries:
-                raise ValueError(f"{shown(name)} is no name of a tensor, or stands there twice")
-            entries[name, state] = entry
-    return entries
-
-
-def _shape(value: Any) -> Shape:
-    sizes = _sizes(value)
-    if len(sizes) > MAX_DIMENSIONS or math.prod(size or 1 for size in sizes) >= _TOO_MANY:
-        raise ValueError("the shape of no tensor")
-    return sizes
-
-
-def _sizes(value: Any, limit: int = _TOO_MANY) -> tuple[int, ...]:
-    if type(value) is not list or {*map(type, value)} - {int}:
-        raise TypeError(f"{shown(value)} in the place of numbers")
-    if value and not 0 <= min(value) <= max(value) < limit:
-        raise ValueError("a number that is too large, or below 0")
-    return tuple(value)

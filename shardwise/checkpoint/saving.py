@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: the part of a checkpoint that a rank writes, and ``save`` for a single checkpoint.
+"""Saving: describe, divide, write, meet, rename; and ``save`` for a single checkpoint.
 
     snapshot   the tensors that this rank writes; values; random states              main thread
     agree      a small object per rank: the same step, the same tensors, problems    main thread
     write      a file of tensors per rank, hashed while it is written                any thread
     publish    rank 0 joins the parts into the table and writes the manifest         any thread
 
-A save issues a single object collective, for any number of tensors, on the main thread. ``save``
-issues another at its end.
+The layout says which ranks hold the same piece, so all ranks choose the same writer, without a
+message, and one rank describes where all elements of a tile are:
+
+    hsdp, 2 x 2 ranks        rank 0   rank 1   rank 2   rank 3
+    holds                    A' B'    A" B"    A' B'    A" B"     ' and ": the halves of A and B
+    writes                   A'       A"       B'       B"        the largest tensor first, to the
+                                                                  replicas with the fewest bytes
+    describes                A, B
 """
 
 from __future__ import annotations
@@ -16,19 +22,20 @@ import copy
 import glob
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.attempt import Attempt, is_abandoned, is_taken, temporary
-from shardwise.checkpoint.dividing import divide
 from shardwise.checkpoint.errors import (
     CheckpointError,
     MismatchError,
@@ -39,25 +46,28 @@ from shardwise.checkpoint.errors import (
 )
 from shardwise.checkpoint.files import File, rank_file, write_tensors
 from shardwise.checkpoint.manifest import Manifest, now, versions
-from shardwise.checkpoint.optimizer_state import add_optimizer
-from shardwise.checkpoint.pieces import (
-    Entry,
-    Key,
-    Tile,
-    key_text,
-    table_from_json,
-    table_to_json,
+from shardwise.checkpoint.meeting import Meeting, is_taken, temporary
+from shardwise.checkpoint.pieces import Key, Run, Table, Tile, key_text, piece_name, runs_of
+from shardwise.checkpoint.state import (
+    State,
+    facts_of,
+    model_state,
+    optimizer_values,
+    placements_of,
 )
-from shardwise.checkpoint.reading import VALUES
-from shardwise.checkpoint.state import facts_of, model_state, pieces_digest, placements_of
-from shardwise.checkpoint.values import encode, random_states, to_bytes
+from shardwise.checkpoint.values import encode, random_states, to_json
 from shardwise.core import comm
+from shardwise.core.cut import Cut
 from shardwise.core.layout import Shape
+from shardwise.core.streams import Lanes
+from shardwise.core.tensor import ShardedTensor
 from shardwise.debugging import compare_replicas
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
+VALUES = "values"  # metadata of a rank's file: its random states, its extra, as JSON
+_ALIGNMENT = 64
 
 
 def save(
@@ -76,80 +86,213 @@ def save(
     existing checkpoint is not overwritten. ``Store`` saves in the background, keeps the last few
     checkpoints and finds the newest.
     """
-    final = Path(os.path.abspath(path))
-    ranks = ranks_with_data()
-    attempt, snapshot = begin(
-        ranks,
-        [final],
-        TIMEOUT_SECONDS,
-        lambda: take_snapshot(ranks, model, optimizer, extra, config),
-    )
+    final, ranks = Path(os.path.abspath(path)), ranks_with_data()
+
+    def take() -> Snapshot:
+        if ranks.rank == 0:
+            for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        return Snapshot(ranks, model, optimizer, extra, config)
+
+    meeting, snapshot = begin(ranks, [final], TIMEOUT_SECONDS, take)
     try:
-        write_and_publish(attempt, snapshot, snapshot.tensors, sequence=lambda: 1, step=None)
+        write_and_publish(meeting, snapshot, snapshot.tensors, sequence=lambda: 1, step=None)
     except SaveError:
         if ranks.size == 1:  # else other ranks may still write; the next save to path removes it
-            shutil.rmtree(attempt.folder, ignore_errors=True)
+            shutil.rmtree(meeting.folder, ignore_errors=True)
         raise
     comm.agree(None, ranks)  # the caller may move the checkpoint once every rank has seen it
 
 
-@dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The data that one rank writes, and the values that rank 0 writes for all ranks."""
+    """The data that one rank writes, and the values that rank 0 writes for all ranks: views of the
+    live tensors, and copies of all other values. Raises all problems at once."""
 
-    tensors: dict[str, Tensor]  # views of the live tensors, by name in the file
-    described: dict[Key, Entry]  # the tiles that this rank describes
-    keys: list[Key]  # of the tensors of all ranks
-    rank_values: bytes
-    values: dict[str, Any]  # fields of the manifest
-    live: dict[str, Tensor]  # all tensors of this rank, until replicas were compared
+    def __init__(
+        self,
+        ranks: comm.Axis,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any] | None,
+        config: Mapping[str, Any] | None,
+    ) -> None:
+        state = model_state(model)
+        of_optimizer = None if optimizer is None else optimizer_values(optimizer, state)
+        problems = state.problems
+        if not state.held:
+            problems.append(f"{type(model).__name__} has neither parameters nor buffers")
+        given = {"extra": dict(extra or {}), "config": dict(config or {})}
+        given |= {f"the extra state '{name}'": value for name, value in state.extra_states.items()}
+        for name, value in given.items():
+            try:
+                encode(value, name)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if problems:
+            raise CheckpointError(listed("this can't be saved:", problems))
+        self.tensors, self.table = divide(state, ranks.rank, ranks.size)
+        self.live = {key_text(held.key): held.tensor for held in state.held}  # until compared
+        self.keys = sorted({held.key for held in state.held})  # the same on all ranks
+        of_rank = {"random": random_states(), "extra": given["extra"], "pieces": state.digest}
+        self.rank_values = to_json(of_rank, "extra")
+        grouped = {of.name: of.total for of in state.experts.values()}
+        # The fields of the manifest.
+        self.values: dict[str, Any] = copy.deepcopy(
+            {
+                "experts": {name: n for name, n in grouped.items() if name not in state.tied},
+                "tied": state.tied,
+                "extra_states": state.extra_states,
+                "dtypes": state.dtypes,
+                "optimizer": of_optimizer,
+                "config": None if config is None else dict(config),
+                "placements": placements_of(model),
+                "facts": facts_of(model, ranks.size),
+            }
+        )
 
 
-def take_snapshot(
-    ranks: comm.Axis,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    config: Mapping[str, Any] | None,
-) -> Snapshot:
-    """Views of the live tensors, and copies of all other values. Raises all problems at once."""
-    state = model_state(model)
-    groups = None if optimizer is None else add_optimizer(state, optimizer)
-    problems = state.problems
-    if not state.held:
-        problems.append(f"{type(model).__name__} has neither parameters nor buffers")
-    given = {"extra": dict(extra or {}), "config": dict(config or {})}
-    given |= {f"the extra state '{name}'": value for name, value in state.extra_states.items()}
-    for name, value in given.items():
-        try:
-            encode(value, name)
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError(listed("this can't be saved:", problems))
-    division = divide(state, ranks.rank, ranks.size)
-    grouped = {of.name: of.total for of in state.experts.values()}
-    values = {
-        "experts": {name: count for name, count in grouped.items() if name not in state.tied},
-        "tied": state.tied,
-        "extra_states": state.extra_states,
-        "dtypes": state.dtypes,
-        "optimizer": groups,
-        "config": None if config is None else dict(config),
-        "placements": placements_of(model),
-        "facts": facts_of(model, ranks.size),
-    }
-    of_rank = {
-        "random": random_states(), "extra": dict(extra or {}), "pieces": pieces_digest(state),
-    }  # fmt: skip
-    return Snapshot(
-        tensors=division.written,
-        described=division.described,
-        keys=state.keys,
-        rank_values=to_bytes(of_rank, "extra"),
-        values=copy.deepcopy(values),
-        live={key_text(held.key): held.tensor for held in state.held},
-    )
+# ------------------------------------------------------------------------------ dividing
+
+
+def divide(state: State, rank: int, world_size: int) -> tuple[dict[str, Tensor], Table]:
+    """The tensors that this rank writes, by name in its file, and those that it describes. Every
+    piece has one writer."""
+    written: dict[str, Tensor] = {}
+    table = Table()
+    known: dict[Any, _Holders] = {}
+    everyone = _Holders(numpy.arange(world_size).reshape(1, -1), rank)
+    first, alone = (_Holders(numpy.full((1, 1), one), rank) for one in (0, rank))
+    # Ranks with the same replicas have the same tensors of the same sizes: all choose the same.
+    for held in sorted(state.held, key=lambda held: (-held.tensor.nbytes, held.key)):
+        tensor, of = held.tensor, held.experts
+        data, begin, runs = tensor.detach(), 0, None
+        offsets, sizes = (0,) * tensor.dim(), tuple(tensor.shape)
+        holders = alone if of is not None and of.total > of.count else everyone
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.get_coordinate() is None:
+                continue  # this rank is not on the mesh of the tensor
+            data = tensor.to_local().detach()
+            same: Any = tensor.device_mesh, tuple(tensor.placements)
+            if isinstance(tensor, ShardedTensor):
+                cut = tensor.cut
+                runs, begin = _runs(cut), cut.piece[0]
+                same = cut.full_mesh, cut.sharded, None if cut.tile is None else cut.tile.dims
+                if cut.tile is not None:
+                    offsets, sizes = cut.tile.box
+            else:  # of torch's DTensors each piece is a tile
+                [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+                offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            if same not in known:
+                ranks = _ranks_of(tensor)
+                known[same] = known.setdefault(
+                    (ranks.shape, ranks.tobytes()), _Holders(ranks, rank)
+                )
+            holders = known[same]
+        elif held.shared:
+            data = data.expand(held.stored((), ())[1])
+        holders = first if held.key in state.buffers else holders
+        offsets, sizes = held.stored(offsets, sizes)
+        runs = runs or runs_of([(0, math.prod(sizes))])
+        column = holders.choose(runs)
+        if rank == holders.ranks[0][0]:
+            if column not in holders.groups:
+                holders.groups[column] = len(table.groups)
+                table.groups.append(holders.ranks[column])
+            tile = Tile(offsets, sizes, holders.groups[column], runs)
+            table.add(held.key, tensor.dtype, held.shape, [tile] if math.prod(sizes) else [])
+        if data.numel() and column == holders.mine:
+            end = begin + data.numel()
+            name = piece_name(held.key, held.shape, Tile(offsets, sizes, 0, runs), begin, end)
+            written[name] = data.view(held.shape) if end - begin == math.prod(held.shape) else data
+    return written, table
+
+
+class _Holders:
+    """The ranks that hold a tensor: for each replica, the holder of each piece."""
+
+    def __init__(self, ranks: Any, rank: int) -> None:
+        self.ranks = [tuple(column) for column in ranks.T.tolist()]
+        self.mine = next((n for n, column in enumerate(self.ranks) if rank in column), None)
+        self.groups: dict[int, int] = {}  # the number in the table of each replica
+        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # elements that each rank writes
+
+    def choose(self, runs: tuple[Run, ...]) -> int:
+        """The replica that writes these pieces: the one whose holders write least so far."""
+        if len(self.ranks) == 1 or not runs:
+            return 0
+        some = [slice(run.holder, run.holder + run.number) for run in runs]
+        column = int(sum(self._loads[holders].sum(0) for holders in some).argmin())
+        for holders, run in zip(some, runs, strict=True):
+            self._loads[holders, column] += run.length
+        return column
+
+
+def _ranks_of(tensor: DTensor) -> Any:
+    """The ranks that hold a DTensor: a row for each piece, a column for each replica; of torch's
+    own, whose other pieces are not known here, the ranks that hold this rank's piece."""
+    place: Any = tensor.device_mesh.get_coordinate()
+    grid = tensor.device_mesh.mesh.cpu().numpy()
+    if not isinstance(tensor, ShardedTensor):
+        # Every placement that does not replicate cuts: torch's strided shards are no ``Shard``.
+        cuts = [not placement.is_replicate() for placement in tensor.placements]
+        where = tuple(at if cut else slice(None) for at, cut in zip(place, cuts, strict=True))
+        return numpy.sort(grid[where].reshape(1, -1))
+    cut, data_axes = tensor.cut, len(tensor.cut.sharded)
+    dims = () if cut.tile is None else cut.tile.dims
+    tile = [slice(None) if dim is None else place[data_axes + n] for n, dim in enumerate(dims)]
+    grid = grid[(*(slice(None) for _ in range(data_axes)), *tile)]
+    # The inner axis is the major one, as in ``shard_range``.
+    sharded = [axis for axis in reversed(range(data_axes)) if cut.sharded[axis]]
+    rest = [axis for axis in range(grid.ndim) if axis not in sharded]
+    return grid.transpose(*sharded, *rest).reshape(cut.num_holders, -1)
+
+
+def _runs(cut: Cut) -> tuple[Run, ...]:
+    """The pieces of a tile, by number of the holder."""
+    if cut.division is not None:  # replicas divide in any order
+        pieces = sorted((low, high, holder) for holder, (low, high) in cut.held())
+        return runs_of((holder, high - low) for low, high, holder in pieces)
+    part = cut.layout.numel // cut.num_holders  # elements of the buffer that each holder has
+    start, numel = cut.layout.starts[cut.index], cut.layout.items[cut.index].numel
+    first, last = start // part, (start + numel - 1) // part
+    if first >= last:
+        return runs_of([(first, numel)])
+    head = Run(first, (first + 1) * part - start, 1)
+    middle = Run(first + 1, part, last - first - 1)
+    return tuple(run for run in (head, middle, Run(last, start + numel - last * part, 1)) if run[2])
+
+
+class Staging:
+    """Host memory from which a background save writes while training changes the tensors.
+
+    device   | weight | exp_avg | ...           copied once, then training continues
+    host     |weight|exp_avg|..... one block, kept from save to save .....|
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # grows to the largest save
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors to host memory. The copies are complete on return."""
+        rooms = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        if self._block.numel() < (needed := sum(rooms)):
+            del self._block  # free the old one first
+            self._block = torch.empty(
+                needed, dtype=torch.uint8, device="cpu", pin_memory=bool(devices)
+            )
+        staged = {}
+        parts = self._block[:needed].split(rooms)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+            host = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            staged[name] = host.copy_(tensor, non_blocking=True)
+        for device in devices:
+            Lanes(device).synchronize()
+        return staged
+
+
+# ------------------------------------------------------------------------------ writing
 
 
 def begin(
@@ -158,7 +301,7 @@ def begin(
     timeout: float,
     snapshot: Callable[[], Snapshot],
     step: int | None = None,
-) -> tuple[Attempt, Snapshot]:
+) -> tuple[Meeting, Snapshot]:
     """Make the temporary directory and agree on it, or raise the same on every rank. The first of
     ``finals`` that is free is the name of the checkpoint."""
     folder = temporary(finals[0])
@@ -173,9 +316,6 @@ def begin(
                     f"it, or choose another path (shardwise.checkpoint.Store makes one for each "
                     f"step)"
                 )
-            for leftover in folder.parent.glob(f"{glob.escape(finals[0].name)}.tmp-*"):
-                if is_abandoned(leftover):
-                    shutil.rmtree(leftover, ignore_errors=True)
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
@@ -184,38 +324,31 @@ def begin(
 
     def facts(taken: tuple[Snapshot, str]) -> Any:
         digest = hashlib.sha256(repr(taken[0].keys).encode()).hexdigest()
-        return str(folder), taken[1], (str(finals[0]), step), digest
+        return str(folder), taken[1], str(finals[0]), step, digest
 
     try:
         (taken, _), of_ranks = together(work, ranks, facts=facts)
-        for rank, (_, _, place, digest) in enumerate(of_ranks):
-            if place != of_ranks[0][2]:
+        for rank, theirs in enumerate(of_ranks):
+            if theirs[2:] != of_ranks[0][2:]:
                 raise MismatchError(
-                    f"rank 0 saves {of_ranks[0][2]}, rank {rank} saves {place}: save on every "
-                    f"rank, at the same step, to the same place"
-                )
-            if digest != of_ranks[0][3]:
-                raise MismatchError(
-                    f"rank {rank} has other tensors to save than rank 0: the model differs between "
-                    f"them, or the set of parameters that have optimizer state"
+                    f"rank 0 saves {of_ranks[0][2:]}, rank {rank} saves {theirs[2:]} (place, step, "
+                    f"digest of the names): all ranks save the same model and optimizer states, at "
+                    f"the same step, to the same place"
                 )
         compare_replicas(taken.live)
         taken.live.clear()
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    attempt = Attempt(
-        folder=Path(of_ranks[0][0]),
-        final=Path(of_ranks[0][1]),
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timeout,
+    folder, final = Path(of_ranks[0][0]), Path(of_ranks[0][1])
+    meeting = Meeting(
+        folder=folder, final=final, rank=ranks.rank, world_size=ranks.size, timeout=timeout
     )
-    return attempt, taken
+    return meeting, taken
 
 
 def write_and_publish(
-    attempt: Attempt,
+    meeting: Meeting,
     snapshot: Snapshot,
     tensors: dict[str, Tensor],
     *,
@@ -226,25 +359,24 @@ def write_and_publish(
     A rank that fails makes every rank fail."""
     try:
         began = time.monotonic()
-        place = attempt.folder / rank_file(attempt.rank)
+        place = meeting.folder / rank_file(meeting.rank)
         try:
-            file = write_tensors(place, tensors, {VALUES: snapshot.rank_values.decode()})
+            file = write_tensors(place, tensors, {VALUES: snapshot.rank_values})
         except OSError as error:  # Python names no file where an open one can't grow
             error.filename = error.filename or str(place)
             raise
-        attempt.done({"file": [file.size, file.sha256], **table_to_json(snapshot.described)})
-        if attempt.rank != 0:
-            return attempt.outcome()
-        parts = attempt.parts()
+        described = snapshot.table.to_json() if snapshot.table.entries else None
+        meeting.done({"file": file, "table": described})
+        if meeting.rank != 0:
+            return meeting.outcome()
         manifest = join(
-            parts, snapshot.keys,
-            identity=attempt.identity, step=step, sequence=sequence(), **snapshot.values,
-        )  # fmt: skip
-        path = attempt.publish(lambda: manifest.write(attempt.folder))
+            meeting.parts(), snapshot.keys, step=step, sequence=sequence(), **snapshot.values
+        )
+        path = meeting.publish(lambda: manifest.write(meeting.folder))
     except BaseException as error:
-        attempt.fail(error)
+        meeting.fail(error)
         if isinstance(error, Exception):
-            raise attempt.error(error) from error
+            raise meeting.error(error) from error
         raise
     log.info("saved %s in %.2f s", path, time.monotonic() - began)
     return path
@@ -252,28 +384,22 @@ def write_and_publish(
 
 def join(parts: list[dict[str, Any]], keys: Iterable[Key], **values: Any) -> Manifest:
     """The manifest of what all ranks have written; raises unless the tiles make whole tensors."""
-    files = [File(rank_file(rank), *part["file"]) for rank, part in enumerate(parts)]
-    tensors: dict[Key, Entry] = {}
-    tiles: dict[Key, dict[Shape, Tile]] = {}
-    lists: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal lists of holders are one
-    for part in parts:
-        alike: dict[int, list[Tile]] = {}
-        for key, entry in table_from_json(part).items():
-            tensors.setdefault(key, entry)
-            if id(entry) not in alike:
-                holders = (lists.setdefault(tile.ranks, tile.ranks) for tile in entry.tiles)
-                pairs = zip(entry.tiles, holders, strict=True)
-                alike[id(entry)] = [replace(tile, ranks=ranks) for tile, ranks in pairs]
-            for tile in alike[id(entry)]:  # ranks without a common mesh may hold the same
-                tiles.setdefault(key, {}).setdefault(tile.offsets, tile)
-    if lost := [key_text(key) for key in keys if key not in tensors]:
+    groups: dict[tuple[int, ...], int] = {}  # equal lists of holders are one
+    tiles: dict[Key, tuple[torch.dtype, Shape, dict[Shape, Tile]]] = {}
+    for part in (Table.from_json(part["table"]) for part in parts if part["table"]):
+        numbers = [groups.setdefault(group, len(groups)) for group in part.groups]
+        for entry, alike in part.alike.items():
+            found = {t.offsets: t._replace(group=numbers[t.group]) for t in entry.tiles}
+            for key in alike:  # ranks without a common mesh may hold the same
+                known = tiles.setdefault(key, (entry.dtype, entry.shape, {}))[2]
+                known |= {place: tile for place, tile in found.items() if place not in known}
+    if lost := [key_text(key) for key in keys if key not in tiles]:
         raise SaveError(listed("the ranks' parts do not make whole tensors:", lost))
-    unlike: dict[Any, Entry] = {}  # tensors that are alike share an entry
-    for key, entry in tensors.items():
-        of_key = tuple(tile for _, tile in sorted(tiles.get(key, {}).items()))
-        same = entry.dtype, entry.shape, tuple(map(id, of_key))
-        tensors[key] = unlike.setdefault(same, replace(entry, tiles=of_key))
+    table = Table(list(groups))
+    for key, (dtype, shape, found) in tiles.items():
+        table.add(key, dtype, shape, [tile for _, tile in sorted(found.items())])
+    files = [File(*part["file"]) for part in parts]
     try:
-        return Manifest(files=files, tensors=tensors, versions=versions(), created=now(), **values)
+        return Manifest(files=files, table=table, versions=versions(), created=now(), **values)
     except ValueError as error:
         raise SaveError(f"the ranks' parts do not make whole tensors: {error}") from error

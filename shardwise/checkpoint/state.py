@@ -19,24 +19,39 @@ The order of gate and up is stored too, and a load into another order permutes r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from shardwise.checkpoint.pieces import Key, key_text
-from shardwise.checkpoint.values import dtype_name
+from shardwise.checkpoint.errors import CheckpointError, shown
+from shardwise.checkpoint.manifest import Manifest, OptimizerValues
+from shardwise.checkpoint.pieces import Entry, Key, key_text
+from shardwise.checkpoint.values import dtype_name, encode
+from shardwise.core.compat import tree_leaves
 from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear
+from shardwise.optim.gradients import zero_state
+from shardwise.optim.muon import MACHINE_SETTINGS
 from shardwise.shard.module import units_of
 from shardwise.shard.state_dict import clean
 
+log = logging.getLogger(__name__)
+
 _EXTRA = "_extra_state"
+# Options that say how an optimizer computes, but not its results: a load does not change these.
+_MACHINE_OPTIONS = frozenset(
+    ("foreach", "fused", "capturable", "differentiable", "kind", "param_names", *MACHINE_SETTINGS)
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,10 @@ class Held:
         """(offsets in the stored tensor, view of the live one) of this rank's boxes."""
         for offsets, view in local_boxes(self.tensor):
             begins, sizes = self.stored(offsets, tuple(view.shape))
-            yield begins, view.expand(sizes)  # a view: only ``shared`` repeats an element
+            if not self.shared:
+                yield begins, view.expand(sizes)
+            for expert in range(sizes[0]) if self.shared else ():
+                yield (begins[0] + expert,), view.view(1)
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[Shape, Tensor]]:
@@ -117,6 +135,17 @@ class State:
     experts: dict[str, Experts] = field(default_factory=dict)  # by name of the parameter
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def digest(self) -> str:
+        """A hash of the pieces that this rank holds."""
+        pieces: list[tuple[Key, Shape]] = []
+        for held in self.held:
+            if isinstance(held.tensor, ShardedTensor):
+                pieces.append((held.key, held.tensor.cut.piece))
+            elif isinstance(held.tensor, DTensor):
+                pieces.append((held.key, tuple(held.tensor.to_local().shape)))
+        return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
+
     def stored_name(self, name: str) -> str:
         return self.experts[name].name if name in self.experts else name
 
@@ -140,10 +169,19 @@ class State:
         self.problems += _problems(held)
         return held
 
-    @property
-    def keys(self) -> list[Key]:
-        """The stored tensors: the same on all ranks."""
-        return sorted({held.key for held in self.held})
+    def named(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str]]:
+        """(number of the group, parameter, its name) for the optimizer's parameters. One that the
+        model does not hold is a problem."""
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if (name := self.names.get(id(parameter))) is not None:
+                    yield index, parameter, name
+                    continue
+                self.problems.append(
+                    f"group {index} of the optimizer holds a parameter of shape "
+                    f"{list(parameter.shape)} that the model does not hold: make the optimizer "
+                    f"after wrapping, with model.parameters()"
+                )
 
 
 def _problems(held: Held) -> list[str]:
@@ -166,8 +204,7 @@ def _problems(held: Held) -> list[str]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel. (The prefix that torch.compile adds to names is
-    removed by ``clean``.)"""
+    """The module inside DistributedDataParallel."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -190,15 +227,8 @@ def model_state(model: nn.Module) -> State:
                 f"hold: a state-dict hook put it there"
             )
         elif (first := seen.get(id(value))) is not None:
-            other = Held((state.stored_name(name), ""), value, state.experts.get(name))
-            box = (0,) * value.dim(), tuple(value.shape)
-            if other.shape != first.shape or other.stored(*box) != first.stored(*box):
-                state.problems.append(
-                    f"'{name}' and '{state.names[id(value)]}' are one tensor, but only one of the "
-                    f"names belongs to experts: give '{name}' a separate tensor"
-                )
-            elif other.key != first.key:
-                state.tied[other.key[0]] = first.key[0]
+            if (other := state.stored_name(name)) != first.key[0]:
+                state.tied[other] = first.key[0]
         else:
             seen[id(value)] = held = state.add(name, value)
             state.names[id(value)] = name
@@ -233,17 +263,6 @@ def _experts_of(model: nn.Module) -> dict[str, Experts]:
     return found
 
 
-def pieces_digest(state: State) -> str:
-    """A hash of the pieces that this rank holds."""
-    pieces: list[tuple[Key, Any]] = []
-    for held in state.held:
-        if isinstance(held.tensor, ShardedTensor):
-            pieces.append((held.key, held.tensor.cut.piece))
-        elif isinstance(held.tensor, DTensor):
-            pieces.append((held.key, tuple(held.tensor.to_local().shape)))
-    return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
-
-
 def placements_of(model: nn.Module) -> list[str]:
     """The placements, meshes and formats of a model as text, for the manifest."""
     texts: dict[str, None] = {}
@@ -260,7 +279,197 @@ def facts_of(model: nn.Module, num_ranks: int) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "ranks": num_ranks,
-        "placements": placements_of(model),
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "deterministic algorithms": not on_gpu or torch.are_deterministic_algorithms_enabled(),
     }
+
+
+# ------------------------------------------------------------------------------ the optimizer
+
+
+def optimizer_values(optimizer: Optimizer, state: State) -> OptimizerValues:
+    """Add the optimizer's tensors to ``state``; return its other values, by parameter."""
+    state.problems += [
+        f"the optimizer's state has an entry {key!r} that belongs to no parameter, and states are "
+        f"stored by the names of parameters: keep it in an option of a group, or in extra"
+        for key, value in optimizer.state.items()
+        if not isinstance(key, Tensor) and value
+    ]
+    parameters: dict[str, int] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, parameter, name in state.named(optimizer):
+        parameters[state.stored_name(name)] = index
+        states = optimizer.state.get(parameter, {})
+        sharded = isinstance(parameter, ShardedTensor) and parameter.cut.num_holders > 1
+        for key, value in states.items():
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            # A save takes what is no DTensor from a single rank.
+            pieces = sharded and any(t.numel() > 1 and not isinstance(t, DTensor) for t in tensors)
+            if pieces or (tensors and not isinstance(value, Tensor)):
+                state.problems.append(
+                    f"'{key}' of the optimizer state of '{name}' is a {type(value).__name__} with "
+                    f"tensors that may be whole or pieces: keep each under a key, made like the "
+                    f"parameter (zeros_like)"
+                )
+            elif tensors:
+                state.add(name, value, key, states)
+            else:
+                scalars.setdefault(state.stored_name(name), {})[key] = value
+    try:
+        encode(scalars, "the optimizer's scalars")
+    except CheckpointError as error:
+        state.problems.append(str(error))
+    options = [_options(group) for group in optimizer.param_groups]
+    kind = type(optimizer).__name__
+    return OptimizerValues(kind=kind, options=options, parameters=parameters, scalars=scalars)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that JSON can hold. Objects are left out: a load keeps its own."""
+    options = {}
+    for key in group.keys() - {"params"}:
+        with suppress(CheckpointError):
+            encode(group[key], key)
+            options[key] = group[key]
+    return options
+
+
+class OptimizerLoad:
+    """A load into an optimizer: ``compare`` finds all problems, ``write`` makes all changes.
+
+    Where the optimizer has no states yet, it gets those of the checkpoint, for the load of the
+    tensors to fill. ``undo`` removes them.
+    """
+
+    def __init__(self, optimizer: Optimizer, state: State, manifest: Manifest) -> None:
+        self.differences: list[str] = []  # from the optimizer that was saved
+        self._optimizer, self._state, self._manifest = optimizer, state, manifest
+        self._before = {key for key, value in optimizer.state.items() if value}
+        self._writes: list[Callable[[], object]] = []
+
+    def compare(self) -> None:
+        """Add what does not fit to the problems of the state, and plan the writes."""
+        optimizer, state, manifest = self._optimizer, self._state, self._manifest
+        if manifest.optimizer is None:
+            state.problems.append(
+                "it holds no optimizer state: load with optimizer=None, or save with one"
+            )
+            return
+        self._saved, self._kind = manifest.optimizer, type(optimizer).__name__
+        of_groups: dict[int, dict[int, None]] = {}  # rows of saved options, in order
+        expected: set[str] = set(state.tied)
+        for index, parameter, name in state.named(optimizer):
+            stored = manifest.saved_name(state.stored_name(name))
+            expected |= {stored, state.stored_name(name)}
+            if (row := self._saved.parameters.get(stored)) is not None:
+                of_groups.setdefault(index, {})[row] = None
+            self._compare_states(optimizer.param_groups[index], parameter, name, stored)
+        states = manifest.states.keys() | self._saved.scalars.keys()
+        state.problems += [
+            f"unexpected in it: optimizer state of '{name}'" for name in sorted(states - expected)
+        ]
+        for index, rows in of_groups.items():
+            self._compare_options(index, [self._saved.options[row] for row in rows])
+        if self._kind != self._saved.kind:
+            self.differences.append(f"the optimizer was a {shown(self._saved.kind)}")
+
+    def _compare_states(
+        self, group: dict[str, Any], parameter: Tensor, name: str, stored: str
+    ) -> None:
+        """Compare one parameter's states; create them if this optimizer has none yet."""
+        of, problems = self._state.experts.get(name), self._state.problems
+        tensors = self._manifest.states.get(stored, {})
+        if of is not None:
+            found = {key: entry.experts_among(of.first, of.count) for key, entry in tensors.items()}
+            if any(0 < count < of.count for count in found.values()):
+                problems.append(
+                    f"optimizer state of '{name}': only some of its experts have it in the "
+                    f"checkpoint: load into a module with a parameter for each (layout 'indexed')"
+                )
+                return
+            tensors = {key: entry for key, entry in tensors.items() if found[key]}
+        scalars = self._saved.scalars.get(stored, {})
+        saved = {*tensors, *scalars}
+        states: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        same = self._saved.kind in {kind.__name__ for kind in type(self._optimizer).__mro__}
+        if states and not saved and same:
+            # The parameter had no state when it was saved, as in a new optimizer.
+            self._writes.append(partial(self._optimizer.state.__setitem__, parameter, {}))
+            return
+        if not states and saved and same:
+            eager = group.get("fused") or group.get("capturable")
+            for key, entry in sorted(tensors.items()):
+                at = parameter.device if key != "step" or eager else torch.device("cpu")
+                states = {**states, key: _new_state(parameter, key, entry, of, at)}
+            self._optimizer.state[parameter] = states = states | scalars
+        here = {key for key, value in states.items() if isinstance(value, Tensor)}
+        if here != tensors.keys() or states.keys() - here != scalars.keys():
+            problems.append(
+                f"optimizer state of '{name}': {sorted(saved) or 'none'} from {self._saved.kind} "
+                f"in the checkpoint, {sorted(states) or 'none'} in this {self._kind}"
+            )
+            return
+        for key in sorted(here):
+            self._state.add(name, states[key], key, states)
+        for key, value in scalars.items():
+            if not _replaces(value, states[key]):
+                what = f"'{key}' of the optimizer state of '{name}'"
+                problems.append(f"{what} is {shown(value)} in it, not as here")
+        if scalars:
+            self._writes.append(lambda: self._optimizer.state[parameter].update(scalars))
+
+    def _compare_options(self, index: int, saved: list[dict[str, Any]]) -> None:
+        """A group takes the options that all of its parameters were saved with."""
+        group = self._optimizer.param_groups[index]
+        for key in sorted({key for options in saved for key in options} - _MACHINE_OPTIONS):
+            values, current = [options[key] for options in saved if key in options], group.get(key)
+            what = f"'{key}' of group {index} of the optimizer"
+            another = key == "function" and any(value != current for value in values)
+            if another or not all(_replaces(value, current) for value in values):
+                text = f"{what} is {shown(values[0])} in it, {shown(current)} here"
+                self._state.problems.append(text)
+            elif any(encode(value, key) != encode(values[0], key) for value in values):
+                self.differences.append(f"{what} was not loaded")
+                log.warning(
+                    "%s had several values when saved, and keeps its own: %s", what, current
+                )
+            elif isinstance(current, Tensor):
+                new = torch.as_tensor(values[0], device="cpu").to(current)
+                self._writes.append(partial(current.copy_, new))
+            else:
+                self._writes.append(partial(group.__setitem__, key, values[0]))
+
+    def write(self) -> None:
+        """Change the optimizer, after the tensors of its states were loaded."""
+        for write in self._writes:
+            write()
+        self._optimizer.__setstate__({})  # as torch's load does: keeps AdamW's decay decoupled
+
+    def undo(self) -> None:
+        """Remove the states that were created."""
+        for key in self._optimizer.state.keys() - self._before:
+            del self._optimizer.state[key]
+
+
+def _new_state(
+    parameter: Tensor, key: str, saved: Entry, of: Experts | None, device: torch.device
+) -> Tensor:
+    """A state in the layout of its parameter, or a plain tensor if it has another shape."""
+    shape = saved.shape
+    if shape == Held(("", ""), parameter, of).shape and (shape or key != "step"):
+        return zero_state(parameter).to(saved.dtype)
+    if of is not None:
+        shape = (of.count, *shape[1:]) if of.grouped and shape[1:] else shape[1:]
+    return torch.zeros(shape, dtype=saved.dtype, device=device)
+
+
+def _replaces(saved: Any, current: Any) -> bool:
+    """Whether a saved value can replace the current value: both are numbers, or texts, ..."""
+    if saved is None or current is None:
+        return True
+    kinds: list[Any] = [(bool, int, float, Tensor), (tuple, list), str, dict]
+    if not any(isinstance(saved, kind) and isinstance(current, kind) for kind in kinds):
+        return type(saved) is type(current)
+    if isinstance(current, tuple | list) and current:
+        return len(saved) == len(current) and all(map(_replaces, saved, current))
+    return not isinstance(saved, Tensor) or saved.shape in ((), torch.as_tensor(current).shape)

@@ -4,8 +4,8 @@
     runs/demo/
       step-000100/                      valid: manifest, sizes
       step-000200/                      the newest: resume() loads it
-      step-000300.tmp-1a2b...-9f8e/     a save in progress; renamed when it is complete
-      step-000000.trash-1a2b.../        an old checkpoint, renamed before it is removed
+      step-000300.tmp-1a2b3c/           a save in progress; renamed when it is complete
+      step-000000.tmp-4d5e6f/           an old checkpoint, renamed before it is removed
 
     main thread   step | save: copy to host | step | step | step | save: waits for the last, copies
     background         | write, hash, fsync, manifest, rename, remove old checkpoints |
@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import saving
-from shardwise.checkpoint.attempt import Attempt, is_abandoned, temporary
-from shardwise.checkpoint.dividing import Staging
 from shardwise.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -39,14 +37,16 @@ from shardwise.checkpoint.errors import (
     SaveError,
     ranks_with_data,
 )
-from shardwise.checkpoint.files import open_listed
+from shardwise.checkpoint.files import opened, rank_file
 from shardwise.checkpoint.loading import LoadReport, load
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.meeting import Meeting, temporary
 from shardwise.core import comm
 
 log = logging.getLogger(__name__)
 background = logging.getLogger(f"{__name__}.background")  # errors that `wait` raises too
 
+_TEMPORARY = re.compile(r".+\.tmp-\w+")
 NAME = re.compile(r"step-\d{6,}(-r\d+)?")
 _MAX_SAME_STEP = 100
 
@@ -54,8 +54,9 @@ _MAX_SAME_STEP = 100
 class Store:
     """The checkpoints of a run in the folder ``root``; the last ``keep`` stay (``None``: all).
 
-    Every rank makes a Store and calls the same methods in the same order. ``config`` goes into
-    every manifest. A rank that has written its part waits ``timeout`` seconds for the others.
+    Every rank makes a Store and calls the same methods in the same order. One run at a time saves
+    in a folder: its first save, and each that succeeds, removes what earlier ones left unfinished.
+    ``config`` goes into every manifest. Rank 0 waits ``timeout`` seconds for the other ranks.
     """
 
     def __init__(
@@ -74,14 +75,12 @@ class Store:
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
         self.keep, self.config, self.timeout = keep, config, timeout
-        self._staging = Staging()
+        self._staging = saving.Staging()
         self._in_progress: Future[Path] | None = None
         self._sequence: int | None = None
+        self._begun = False  # whether there was a save; until then, no rank writes
         self._last: Path | None = None
         self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
-        self._failed: set[Path] = set()  # temporary directories of failed saves of this Store
-        if ranks_with_data().rank == 0:
-            self.remove_leftovers()
 
     # ------------------------------------------------------------------ saving
 
@@ -106,18 +105,20 @@ class Store:
         finals = [self.root / one for one in (name, *revisions)]
 
         def take() -> saving.Snapshot:
-            return saving.take_snapshot(ranks, model, optimizer, extra, self.config)
+            if ranks.rank == 0 and not self._begun:
+                self.remove_leftovers()
+            self._begun = True
+            return saving.Snapshot(ranks, model, optimizer, extra, self.config)
 
-        attempt, snapshot = saving.begin(ranks, finals, self.timeout, take, step)
+        meeting, snapshot = saving.begin(ranks, finals, self.timeout, take, step)
         try:
             staged = self._staging.copy(snapshot.tensors)
         except BaseException as error:  # out of memory: the others must not wait for this rank
-            attempt.fail(error)
-            self._failed.add(attempt.folder)
+            meeting.fail(error)
             raise
         self._in_progress = Future()
         # Not a daemon: a process that ends waits for its last checkpoint.
-        work = (self._in_progress, attempt, snapshot, staged, step)
+        work = (self._in_progress, meeting, snapshot, staged, step)
         threading.Thread(target=self._write, args=work, name=f"checkpoint-{step}").start()
 
     def wait(self) -> Path | None:
@@ -151,21 +152,20 @@ class Store:
     def _write(
         self,
         result: Future[Path],
-        attempt: Attempt,
+        meeting: Meeting,
         snapshot: saving.Snapshot,
         staged: dict[str, Tensor],
         step: int,
     ) -> None:
         try:
             path = saving.write_and_publish(
-                attempt, snapshot, staged, sequence=self._next_sequence, step=step
+                meeting, snapshot, staged, sequence=self._next_sequence, step=step
             )
-            if attempt.rank == 0:
+            if meeting.rank == 0:
                 self._remove_old()
                 self.remove_leftovers()
             result.set_result(path)
         except BaseException as error:
-            self._failed.add(attempt.folder)  # already renamed if the checkpoint was published
             # The next save() or wait() raises the error. Log it, in case neither is called.
             background.exception("the checkpoint of step %d has failed", step)
             result.set_exception(error)
@@ -236,29 +236,26 @@ class Store:
     # ------------------------------------------------------------------ removing (rank 0)
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that are older than the last ``keep`` valid ones. A checkpoint
+        """Rename the checkpoints that are older than the last ``keep`` valid ones. A checkpoint
         that a resume found damaged does not count as valid. Other directories stay."""
         if self.keep is None:
             return
         checkpoints = self.checkpoints()
         kept = [path for path in checkpoints if path not in self._damaged][-self.keep :]
         for path in checkpoints[: checkpoints.index(kept[0])] if kept else ():
-            trash = temporary(path, "trash")
             try:
-                path.rename(trash)
+                path.rename(temporary(path))
             except OSError as error:
                 log.warning("%s can't be removed, and stays: %s", path, error)
-                continue
-            _remove(trash)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary directories of dead processes and of failed saves of this Store.
-
-        Rank 0 calls this, when no rank writes any more.
-        """
+        """Remove old checkpoints and unfinished saves. Rank 0 calls this, when no rank writes."""
         for path in self.root.iterdir() if self.root.is_dir() else ():
-            if is_abandoned(path) or path in self._failed:
-                _remove(path)
+            if _TEMPORARY.fullmatch(path.name):
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    log.warning("%s can't be removed, and stays for now: %s", path, error)
 
 
 def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
@@ -270,21 +267,11 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
             continue
         try:
             manifest = Manifest.read(path)
-            for file in manifest.files:
-                with open_listed(path, file):
+            for rank, file in enumerate(manifest.files):
+                with opened(path / rank_file(rank), file.size):
                     pass
         except CheckpointError as error:
             log.warning("%s is no valid checkpoint: %s", path, error)
             continue
         found.append((path, manifest))
     return sorted(found, key=lambda entry: (entry[1].sequence, entry[0].name))
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory. Files that can't be removed stay until the next time."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass  # another process removed it
-    except OSError as error:
-        log.warning("%s can't be removed, and stays for now: %s", path, error)

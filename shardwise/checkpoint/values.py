@@ -32,7 +32,8 @@ from shardwise.notices import warn_once
 log = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 1 << 26
-# What reading a value of a wrong form raises. RuntimeError: also of one that is nested too deep.
+# What reading a value of a wrong form raises (RecursionError is a RuntimeError). A reader turns
+# these into a DamagedError that names the file.
 DAMAGE = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError)
 _TAG = "$"
 
@@ -87,26 +88,19 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode(value: Any, where: str) -> Any:
-    """The value whose JSON is ``value``: the inverse of ``encode``."""
-    try:
-        return _decode(value)
-    except DAMAGE as error:
-        raise DamagedError(f"{where} holds a value that is not what shardwise writes") from error
-
-
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """The value whose JSON is ``value``; raises one of ``DAMAGE`` if it is none."""
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: decode(item) for key, item in value.items()}
     tag, content = value[_TAG], value["v"]
     if tag == "tuple" and type(content) is list:
-        return tuple(_decode(content))
+        return tuple(decode(content))
     if tag == "dict" and type(content) is list:
-        return {_decode(key): _decode(item) for key, item in content}
+        return {decode(key): decode(item) for key, item in content}
     data = base64.b64decode(content, validate=True)
     if tag == "bytes":
         return data
@@ -121,31 +115,26 @@ def _decode(value: Any) -> Any:
     return found if tag == "tensor" else found.numpy()
 
 
-def to_bytes(value: Any, where: str) -> bytes:
+def to_json(value: Any, where: str) -> str:
     """The JSON text of a value."""
-    return check_length(json.dumps(encode(value, where)).encode(), where)
+    return limited(json.dumps(encode(value, where)), where)
 
 
-def check_length(data: bytes, where: str) -> bytes:
+def limited(text: str, where: str) -> str:
     """Raise if a load would refuse a text of this length."""
-    if len(data) > MAX_JSON_BYTES:
+    if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{where}: {len(data)} bytes of JSON, and a load reads at most {MAX_JSON_BYTES}: make "
+            f"{where}: {len(text)} bytes of JSON, and a load reads at most {MAX_JSON_BYTES}: make "
             f"large values buffers of the model, or keep them in another file"
         )
-    return data
+    return text
 
 
-def from_bytes(data: bytes, where: str) -> Any:
-    return decode(parse_json(data, where), where)
-
-
-def parse_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text."""
+def parse_json(text: bytes | str) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where} is no JSON that can be read: {error}") from error
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def dtype_of(name: Any, where: str) -> torch.dtype:
@@ -175,31 +164,28 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def check_random(saved: Any, where: str) -> None:
-    """Try random states on new generators; raise a ``DamagedError`` if they are none."""
-    try:
-        random.Random().setstate(saved["python"])
-        torch.Generator().set_state(saved["torch"])
-        if not isinstance(saved["python"][2], float | None):
-            raise TypeError("no state of Python")
-        if (cuda := saved["cuda"]) is not None:
-            if cuda.dtype != torch.uint8 or cuda.dim() != 1:
-                raise ValueError("no state of a GPU")
-            if torch.cuda.is_available():
-                torch.Generator("cuda").set_state(cuda)
-        if saved["numpy"] is not None:
-            # numpy checks neither these types nor whether the position is inside the key.
-            _, key, position, has_gauss, gauss = saved["numpy"]
-            if (type(position), type(has_gauss), type(gauss)) != (int, int, float):
-                raise TypeError("no state of numpy")
-            if not 0 <= position <= len(key):
-                raise ValueError("a position outside the state of numpy")
-            numpy.random.RandomState().set_state(saved["numpy"])
-    except DAMAGE as error:
-        raise DamagedError(f"{where}: the random states can't be used: {error}") from error
+def check_random(saved: Any) -> None:
+    """Try random states on new generators; raises one of ``DAMAGE`` if they are none."""
+    random.Random().setstate(saved["python"])
+    torch.Generator().set_state(saved["torch"])
+    if not isinstance(saved["python"][2], float | None):
+        raise TypeError("no state of Python")
+    if (cuda := saved["cuda"]) is not None:
+        if cuda.dtype != torch.uint8 or cuda.dim() != 1:
+            raise ValueError("no state of a GPU")
+        if torch.cuda.is_available():
+            torch.Generator("cuda").set_state(cuda)
+    if saved["numpy"] is not None:
+        # numpy checks neither these types nor whether the position is inside the key.
+        _, key, position, has_gauss, gauss = saved["numpy"]
+        if (type(position), type(has_gauss), type(gauss)) != (int, int, float):
+            raise TypeError("no state of numpy")
+        if not 0 <= position <= len(key):
+            raise ValueError("a position outside the state of numpy")
+        numpy.random.RandomState().set_state(saved["numpy"])
 
 
-def restore_random(saved: Any, where: str) -> None:
+def restore_random(saved: Any) -> None:
     """Set this rank's generators to its saved states, after ``check_random``."""
     random.setstate(saved["python"])
     torch.set_rng_state(saved["torch"])
@@ -208,13 +194,13 @@ def restore_random(saved: Any, where: str) -> None:
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     elif saved["cuda"] is not None:
-        warn_once(log, "%s holds the random state of a GPU, and there is no GPU", where)
+        warn_once(log, "the checkpoint holds the random state of a GPU, and there is no GPU")
 
 
 def reseed(saved: Any, rank: int, world_size: int) -> None:
     """Seed all generators from the saved states of rank 0, for another number of ranks: the same
     every time, different on every rank, and different from a new run with the same seed."""
-    basis = to_bytes([saved, rank, world_size], "the random states")
+    basis = to_json([saved, rank, world_size], "the random states").encode()
     seed = int.from_bytes(hashlib.sha256(basis).digest()[:8], "big")
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))

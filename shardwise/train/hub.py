@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import export
 from shardwise.checkpoint.values import parse_json
+from shardwise.models.exporting import export
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import config_from_hf, parameters_from_hf
 from shardwise.shard.state_dict import load_full_state_dict
@@ -84,7 +84,10 @@ class HubFolder(Mapping[str, Tensor]):
 
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
-    value = parse_json(path.read_bytes(), str(path))
+    try:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
     return value

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import CheckpointError, LoadReport, SaveError, Store
-from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
+from shardwise.checkpoint.meeting import GIVEN_UP
 from shardwise.core import comm, streams
 from shardwise.models.gpt import generate
 from shardwise.optim.storage import local_of

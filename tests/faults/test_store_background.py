@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +21,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import SaveError, Store, attempt, files, verify
+from shardwise.checkpoint import SaveError, Store, files, meeting, verify
 from shardwise.checkpoint import store as store_module
 from shardwise.checkpoint.manifest import Manifest
 from tests.models import filled, mesh_of
-from tests.ranks import rank_context, run_ranks
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -94,7 +92,10 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
 
     monkeypatch.setattr(store_module.saving, "write_and_publish", held)
     model = net(1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
     store = Store(tmp_path)
     store.save(1, model, optimizer, {"note": [1]})
     assert store.checkpoints() == [], "not there before it is whole"
@@ -228,14 +229,14 @@ def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> N
 def refuse_the_new_name(rank: int, world_size: int, root: str, call: str) -> str:
     """The disk of rank 0 fails after the rename: nobody may count on the checkpoint."""
     model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
-    original = getattr(attempt, call) if call == "sync_directory" else Path.unlink
+    original = getattr(meeting, call) if call == "sync_directory" else Path.touch
 
     def failing(path: Path, *args: Any) -> None:
-        if path in (Path(root), Path(root) / "step-000001" / attempt.MARK):
+        if path in (Path(root), Path(root) / "step-000001" / meeting.END):
             raise OSError(errno.EIO, "Input/output error")
         original(path, *args)
 
-    owner = attempt if call == "sync_directory" else Path
+    owner = meeting if call == "sync_directory" else Path
     with mock.patch.object(owner, call, failing) if rank == 0 else contextlib.nullcontext():
         store = Store(root, timeout=60)
         store.save(1, model)
@@ -247,12 +248,12 @@ def refuse_the_new_name(rank: int, world_size: int, root: str, call: str) -> str
     return str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["sync_directory", "unlink"])
+@pytest.mark.parametrize("call", ["sync_directory", "touch"])
 def test_a_failure_after_the_rename_is_everybodys(call: str, tmp_path: Path) -> None:
     """Rank 0 raised, and the others had seen the new name."""
     messages = run_ranks(refuse_the_new_name, 2, str(tmp_path / "store"), call)
     assert "Input/output error" in messages[0]
-    assert "Input/output error" in messages[1] or attempt.GIVEN_UP in messages[1]
+    assert "Input/output error" in messages[1] or meeting.GIVEN_UP in messages[1]
 
 
 def no_memory(rank: int, world_size: int, root: str) -> str:
@@ -332,7 +333,7 @@ def test_a_removal_that_fails_is_survived_and_done_later(
         assert store.wait() == tmp_path / "step-000002", "the save is fine"
     assert "stays for now" in caplog.text
     assert store.checkpoints()[-1] == tmp_path / "step-000002"
-    left = [name for name in names(tmp_path) if ".trash-" in name]
+    left = [name for name in names(tmp_path) if ".tmp-" in name]
     assert len(left) == 1, "out of sight, not half a checkpoint"
     store.save(3, net(3.0))
     store.wait()
@@ -343,7 +344,7 @@ _unlink = os.unlink
 
 
 def unlink_marks_alone(path: Any, **kwargs: Any) -> None:
-    if not Path(path).name.startswith(("done-", attempt.MARK)):
+    if not Path(path).name.startswith("done-"):
         raise PermissionError("no")
     _unlink(path, **kwargs)
 
@@ -351,48 +352,16 @@ def unlink_marks_alone(path: Any, **kwargs: Any) -> None:
 # ------------------------------------------------------------------------------ leftovers
 
 
-def leave(folder: Path, pipe: Connection) -> None:
-    """Begin a checkpoint, and never end it."""
-    path = attempt.temporary(folder / "step-000001")
-    path.mkdir()
-    (path / "x").touch()
-    pipe.send(path.name)
-    pipe.recv()
-
-
-def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: Path) -> None:
-    here, there = Pipe()
-    process = rank_context().Process(target=leave, args=(tmp_path, there))
-    process.start()
-    try:
-        name = here.recv()
-        assert ".tmp-" in name
-        with Store(tmp_path) as store:
-            store.save(2, net())
-        assert names(tmp_path) == [name, "step-000002"], "its owner lives"
-        # Another machine's: its processes can't be asked, its files' age can.
-        machine = name.split(".tmp-")[1].split("-")[0]
-        foreign = tmp_path / name.replace(machine, "0" * 8)
-        foreign.mkdir()
-        Store(tmp_path)
-        assert foreign.exists()
-        os.utime(foreign, (0, 0))
-        Store(tmp_path)
-        assert not foreign.exists()
-    finally:
-        process.kill()
-        process.join()
-    Store(tmp_path)
-    assert names(tmp_path) == ["step-000002"], "its owner is dead"
-
-
-def test_a_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
-    mine = attempt.temporary(tmp_path / "step-000001")
-    mine.mkdir()
-    older = mine.with_name(mine.name.replace(attempt._PROCESS, "0" * 8))
-    older.mkdir()
-    Store(tmp_path)
-    assert mine.exists() and not older.exists()
+def test_what_a_dead_run_left_goes_when_the_next_one_saves(tmp_path: Path) -> None:
+    left = meeting.temporary(tmp_path / "step-000001")
+    left.mkdir()
+    (left / "x").touch()
+    (tmp_path / "notes.tmp").mkdir()  # somebody's
+    assert Store(tmp_path).resume(net()) is None
+    assert left.exists(), "who reads removes nothing"
+    with Store(tmp_path) as store:
+        store.save(2, net())
+    assert names(tmp_path) == ["notes.tmp", "step-000002"]
 
 
 @pytest.mark.parametrize(

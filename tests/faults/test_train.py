@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import SaveError, valid_checkpoints, verify
-from shardwise.checkpoint.attempt import Attempt
+from shardwise.checkpoint.meeting import Meeting
 from shardwise.train.data import load_corpus
 from shardwise.train.loop import BrokenGradientError
 from tests.ranks import run_ranks
@@ -306,7 +306,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: P
 def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
     """The last rank cannot make the file by which it would tell the others."""
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
-    nowhere = mock.patch.object(Attempt, "_done", Path("/proc/nowhere/done"))
+    nowhere = mock.patch.object(Meeting, "_done", Path("/proc/nowhere/done"))
     try:
         with nowhere if rank == world_size - 1 else contextlib.nullcontext():
             trainer.run()

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.loading import _Job
-from shardwise.checkpoint.reading import write
+from shardwise.checkpoint.loading import _Load, write
 from shardwise.optim import ownership
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
@@ -37,8 +36,8 @@ def not_ahead(patch: Patch) -> None:
 
 def written_early(patch: Patch) -> None:
     """A load writes weights before the modules have taken their extra states."""
-    offer = _Job._offer
-    patch.setattr(_Job, "_offer", lambda self: (write(self.copies), offer(self)))
+    offer = _Load._offer
+    patch.setattr(_Load, "_offer", lambda self: (write(self.copies), offer(self)))
 
 
 def failing(

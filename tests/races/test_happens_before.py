@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.checkpoint.dividing import Staging
-from shardwise.checkpoint.saving import take_snapshot
+from shardwise.checkpoint.saving import Snapshot, Staging
 from shardwise.core.agreement import all_ranks
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
@@ -102,7 +101,7 @@ def save_between(model: Model, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         backward(model)
         step(optimizer)
-        Staging().copy(take_snapshot(all_ranks(), model, optimizer, None, None).tensors)
+        Staging().copy(Snapshot(all_ranks(), model, optimizer, None, None).tensors)
 
 
 def unshard(model: Model, optimizer: torch.optim.Optimizer) -> None:

@@ -161,7 +161,7 @@ def test_another_world_size_seeds_every_rank_anew(tmp_path: Path) -> None:
     assert [first for _, first in run_ranks(load_draws, 2, path)] == found
 
 
-# ------------------------------------------------------------------------------ eager states
+# ------------------------------------------------------------------------------ new states
 
 
 NUMBERED = {
@@ -178,33 +178,27 @@ NUMBERED = {
 }
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("kind", NUMBERED)
-def test_saving_before_the_first_step_changes_no_number(kind: str, tmp_path: Path) -> None:
-    """States are made before they are needed, and a run with them is a run without."""
+def test_a_new_optimizer_takes_the_states_that_were_saved(
+    kind: str, before: int, tmp_path: Path
+) -> None:
+    """Also those of an optimizer that has made no step, and so has none."""
 
-    def run(save_first: bool) -> tuple[Net, Any]:
-        torch.manual_seed(1)
+    def made() -> tuple[Net, Any]:
         net = Net()
-        optimizer = NUMBERED[kind]([p for p in net.parameters() if p.requires_grad])
-        if save_first:
-            sw.save(tmp_path / "first", net, optimizer)
-            assert all(parameter.grad is None for parameter in net.parameters())
-            if kind != "sgd":  # whose momentum is the first gradient, so it can't be there yet
-                assert len(optimizer.state) == 13
-            other, restored = Net(), None
-            restored = NUMBERED[kind]([p for p in other.parameters() if p.requires_grad])
-            sw.load(tmp_path / "first", other, restored)
-            net, optimizer = other, restored
-        torch.manual_seed(2)
-        for step in range(3):
-            train_step(net, optimizer, step, 0, 1)
-        return net, optimizer
+        return net, NUMBERED[kind]([p for p in net.parameters() if p.requires_grad])
 
-    (plain, one), (saved, other) = run(False), run(True)
-    assert_equal(everything(saved, None), everything(plain, None))
-    for mine, theirs in zip(plain.parameters(), saved.parameters(), strict=True):
-        assert one.state.get(mine, {}).keys() == other.state.get(theirs, {}).keys()
-        for key, value in one.state.get(mine, {}).items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), (
-                key
-            )
+    torch.manual_seed(1)
+    plain, one = made()
+    for step in range(before):
+        train_step(plain, one, step, 0, 1)
+    sw.save(tmp_path / "first", plain, one)
+    assert len(one.state) == 13 * before or kind == "adagrad"  # has states from the beginning
+    saved, other = made()
+    sw.load(tmp_path / "first", saved, other)
+    for net, optimizer in ((plain, one), (saved, other)):
+        torch.manual_seed(2)
+        for step in range(before, 3):
+            train_step(net, optimizer, step, 0, 1)
+    assert_equal(everything(saved, other), everything(plain, one))

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import CheckpointError, export
+from shardwise.checkpoint import CheckpointError
+from shardwise.models.exporting import export
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from tests.models import mesh_of

@@ -13,21 +13,23 @@ in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import write_file, write_tensors
+from shardwise.checkpoint.files import HashedFile, sync_directory, write_tensors
+from shardwise.checkpoint.loading import Reader, compare_bytes, write
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Reader, compare_bytes, write
+from shardwise.checkpoint.meeting import is_taken, temporary
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import hf_config, hf_tensors
@@ -76,10 +78,10 @@ def export(
     weights = _Weights(Reader(source, manifest), convert, dtype)
     files = _assign_files(weights, max_file_bytes)
     more = {} if config is None else {"config.json": json.dumps(config, indent=2).encode()}
-    with whole_folder(target) as folder:
+    with _whole_folder(target) as folder:
         names = _write(folder, weights, files)
         for name, contents in (more | dict(beside or {})).items():
-            write_file(folder / name, contents)
+            _write_file(folder / name, contents)
             names.append(name)
     return [target / name for name in names]
 
@@ -165,7 +167,7 @@ class _Weights:
 
     def _read(self, name: str) -> Tensor:
         offsets, room, tensor = self._empty(name)
-        self._reader.add((self._places[name][0], ""), offsets, room)
+        self._reader.add((self._places[name][0], ""), offsets, tuple(room.shape), room)
         write(self._reader.read())
         return tensor
 
@@ -221,5 +223,25 @@ def _write(folder: Path, weights: _Weights, files: list[list[str]]) -> list[str]
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         names.append("model.safetensors.index.json")
-        write_file(folder / names[-1], json.dumps(index, indent=2).encode())
+        _write_file(folder / names[-1], json.dumps(index, indent=2).encode())
     return names
+
+
+@contextlib.contextmanager
+def _whole_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder to fill. It is renamed to ``final`` at the end, or removed on an error."""
+    folder = temporary(final)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        sync_directory(folder)
+        os.rename(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_directory(final.parent)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with HashedFile(path) as file:  # it is on the disk at the end
+        file.write(data)
