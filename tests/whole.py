@@ -82,5 +82,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    pairs = {name: (value.cpu(), expected[name].cpu()) for name, value in found.items()}
+    wrong = [name for name, pair in pairs.items() if not torch.equal(*pair)]
     assert not wrong, wrong

@@ -402,15 +402,18 @@ class OptimizerLoad:
                 at = parameter.device if key != "step" or eager else torch.device("cpu")
                 states = {**states, key: _new_state(parameter, key, entry, of, at)}
             self._optimizer.state[parameter] = states = states | scalars
-        here = {key for key, value in states.items() if isinstance(value, Tensor)}
-        if here != tensors.keys() or states.keys() - here != scalars.keys():
+        held = {
+            key: self._state.add(name, states[key], key, states)
+            for key in sorted(states)
+            if isinstance(states[key], Tensor)
+        }
+        here, others = {one.key[1] for one in held.values()}, states.keys() - held.keys()
+        if here != tensors.keys() or others != scalars.keys():
             problems.append(
                 f"optimizer state of '{name}': {sorted(saved) or 'none'} from {self._saved.kind} "
-                f"in the checkpoint, {sorted(states) or 'none'} in this {self._kind}"
+                f"in the checkpoint, {sorted(here | others) or 'none'} in this {self._kind}"
             )
             return
-        for key in sorted(here):
-            self._state.add(name, states[key], key, states)
         for key, value in scalars.items():
             if not _replaces(value, states[key]):
                 what = f"'{key}' of the optimizer state of '{name}'"

