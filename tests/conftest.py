@@ -33,6 +33,7 @@ from tests.ranks import counts, shut_down
 # Files that take eighteen seconds of CPU or more, the longest first: workers that share the files
 # (`make test`) would wait for the last of them.
 LONG = (
+    "faults/test_nccl_hangs.py",  # on a GPU
     "interop/test_support.py",
     "parity/test_same_bits.py",
     "parity/test_muon.py",
