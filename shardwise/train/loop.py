@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import math
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -87,7 +89,10 @@ class Trainer:
     ) -> None:
         if config.deterministic:
             use_deterministic_algorithms()
-        torch.manual_seed(config.seed * 1_000_003 + world.rank)
+        seed = config.seed * 1_000_003 + world.rank
+        torch.manual_seed(seed)
+        random.seed(seed)  # a user's model may draw from any of them
+        numpy.random.seed(seed % 2**32)
         self.world, self.folder = world, folder
         self.parts: Parts = build(config, world, fitted)
         self.config = self.parts.config
