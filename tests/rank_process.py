@@ -55,7 +55,9 @@ def share_gloo_thread() -> None:
     for thread in {*os.listdir("/proc/self/task")}.difference(before):
         os.setpriority(os.PRIO_PROCESS, int(thread), 10)
 
-    def shared(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def shared(
+        self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta, **_: Any
+    ) -> None:  # torch 2.15 passes more
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         real(self, store, rank, size, options)
