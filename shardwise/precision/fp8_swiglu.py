@@ -52,7 +52,8 @@ def swiglu_mlp(
     """``down(silu(gate(x)) * up(x))``.
 
     If the three are linear layers without biases and ``fp8_block`` stores their weights, this is
-    one operation, which is faster. ``call(function, gate, up)`` replaces the call of the product in
+    one operation, which is faster, and hooks of the three are not called. (Layers that are wrapped
+    or replaced are called.) ``call(function, gate, up)`` replaces the call of the product in
     the middle otherwise, for example by one that computes it again in backward.
     """
     layers = (gate, up, down)
