@@ -16,9 +16,6 @@ Values of any dtype are rounded to bf16 before they are encoded. So a shard that
 fp32 equals the same rows that were sent as bf16 and encoded afterwards. A row plane and a column
 plane are two different roundings of the same values; neither can be made from the other.
 
-The last blocks of 128 of a row or column may be partial: [320, 200] has 3 by 2 scales, each made
-for the elements that exist.
-
 The rules for what the standard leaves open:
 
 - **scale**: in blocks of 128 the largest magnitude of the block / 448; magnitudes below 2^-100
@@ -45,7 +42,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.kernels import has_triton
@@ -58,7 +54,6 @@ SIDE = 32  # the side of blocks of MXFP8
 ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 WIDE = 128  # the side of blocks with fp32 scales
-EVEN = 16  # sides of matrices in blocks of 128 must be multiples of this, as hardware requires
 ROW_128: Block = (1, WIDE)
 SQUARE_128: Block = (WIDE, WIDE)
 # The dtype of each block's scales: uint8 for the exponent of a power of two, or fp32.
@@ -82,7 +77,7 @@ class Plane:
     """One encoding of a matrix. Both tensors may be views of a buffer."""
 
     codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows / block[0], columns / block[1]], rounded up; gaps between rows allowed
+    scales: Tensor  # [rows / block[0], columns / block[1]]
     block: Block
 
     def __post_init__(self) -> None:
@@ -109,15 +104,11 @@ class Plane:
                 f"codes on {self.codes.device}, scales on {self.scales.device}: move them to one "
                 f"device"
             )
-        for name, contiguous in (
-            ("codes", self.codes.is_contiguous()),
-            ("scales", self.scales.stride(-1) == 1 or self.scales.shape[-1] < 2),
-        ):
-            if not contiguous:
-                problems.append(
-                    f"{name} are not contiguous: planes are read and sent as flat memory; call "
-                    f"contiguous()"
-                )
+        problems += [
+            f"{name} are not contiguous: planes are read and sent as flat memory; call contiguous()"
+            for name, tensor in (("codes", self.codes), ("scales", self.scales))
+            if not tensor.is_contiguous()
+        ]
         if problems:
             raise FP8Error("; ".join(problems))
 
@@ -138,25 +129,19 @@ def plane_over(codes: Tensor, scales: Tensor) -> Plane:
 
 
 def side_of(blocks: Sequence[Block]) -> int:
-    """The longer side of the largest block."""
+    """The longer side of the largest block, of which both sides of a matrix are multiples."""
     return max(map(max, blocks))
-
-
-def step_of(blocks: Sequence[Block]) -> int:
-    """The number of which both sides of a matrix in these blocks must be multiples."""
-    side = side_of(blocks)
-    return EVEN if side == WIDE else side
 
 
 def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (ROW,)) -> list[str]:
     """Reasons why a tensor of this shape cannot be stored in these blocks. It may have no rows."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
-    step = step_of(blocks)
+    side = side_of(blocks)
     return [
-        f"shape {tuple(shape)}: {size} {name} are no multiple of {step}"
+        f"shape {tuple(shape)}: {size} {name} are no multiple of {side}"
         for name, size in zip(("rows", "columns"), shape, strict=True)
-        if size % step
+        if size % side
     ]
 
 
@@ -167,24 +152,13 @@ def block_problems(blocks: Sequence[Block]) -> list[str]:
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
-    """The number of blocks in each direction; the last may be partial."""
-    rows, columns = shape
-    return -(-rows // block[0]), -(-columns // block[1])
+    """The number of blocks in each direction."""
+    return shape[0] // block[0], shape[1] // block[1]
 
 
 def in_blocks(x: Tensor, block: Block) -> Tensor:
-    """x [rows, columns] as [blocks, rows, blocks, columns], padded with zeros to whole blocks."""
-    (rows, columns), (high, wide) = x.shape, block
-    if rows % high or columns % wide:
-        x = F.pad(x, (0, -columns % wide, 0, -rows % high))
-    return x.view(x.shape[0] // high, high, x.shape[1] // wide, wide)
-
-
-def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The contiguous matrix [rows, columns] that :func:`in_blocks` turned into ``blocks``."""
-    bands, high, strips, wide = blocks.shape
-    whole = blocks.reshape(bands * high, strips * wide)
-    return whole[: shape[0], : shape[1]].contiguous()
+    """x [rows, columns] as [blocks, rows, blocks, columns]."""
+    return x.view(len(x) // block[0], block[0], x.shape[1] // block[1], block[1])
 
 
 def scales_of(magnitudes: Tensor) -> Tensor:
@@ -219,7 +193,7 @@ def encode_reference(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
+    return codes.view(x.shape), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -231,7 +205,7 @@ def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.d
     values = torch.index_select(table, 0, codes.reshape(-1).int()).view(codes.shape)
     factors = powers(scales) if scales.dtype == torch.uint8 else scales
     values = (in_blocks(values, block) * factors[:, None, :, None]).to(dtype)
-    return from_blocks(values, codes.shape)
+    return values.view(codes.shape)
 
 
 # ----------------------------------------------------------------------------------- the two verbs

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.core.compat import compiling
 from shardwise.core.uncompiled import operator
 from shardwise.precision import fp8_block, fp8_native
 from shardwise.precision.fp8 import WIDE, FP8Error, decode, plane_over
@@ -78,10 +77,9 @@ def _quantise(x, rows, turned) -> fp8_block.Quantised:
 
 
 def quantise(x: Tensor, turned: int) -> fp8_block.Quantised:
-    """The codes of x [..., features], and turned codes, once for layers that read the same x."""
-    if compiling():  # a compiler finds out that several layers quantise one x
-        return _quantise(x.reshape(-1, x.shape[-1]), True, turned)
-    return fp8_block.quantise_once(x, True, turned)
+    """The codes of x [..., features], and turned codes. (A compiler finds out that several layers
+    quantise one x.)"""
+    return _quantise(x.reshape(-1, x.shape[-1]), True, turned)  # type: ignore[no-any-return]
 
 
 @operator(
