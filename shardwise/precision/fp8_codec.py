@@ -56,7 +56,7 @@ class FP8:
         self.format, self.products = format, products
         native = products == "native"
         self.blocks: tuple[Block, ...] = (ROW, COLUMN) if native else (BLOCKS[format],)
-        self._tiles: dict[tuple[int, torch.device], object] = {}  # as the kernel takes them
+        self._tiles: dict[tuple[int, torch.device], Tensor] = {}  # as the kernel takes them
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         return False
