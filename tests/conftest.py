@@ -74,7 +74,7 @@ BY_DAY: dict[str, tuple[str, ...]] = {
     "fuzz/test_programs.py": (r"does\[[15]\]", "drawn", "seen", "smaller"),
     "interop/test_accelerate.py": (r"\[blocks\]", "FULL"),
     "interop/test_benchmarks.py": ("^(?!test_muon)",),
-    "interop/test_compile.py": ("in place, then wrapped", "every option"),
+    "interop/test_compile.py": ("in place, then wrapped", "every option", "called_twice"),
     "interop/test_examples.py": ("short", "adamuon", "03", "13", "moved"),
     "interop/test_framework_examples.py": ("every_example",),
     "interop/test_lightning.py": ("fabric",),

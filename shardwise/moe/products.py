@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.core.uncompiled import uncompiled
 from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile, interpreted
 from shardwise.moe import activation as define
@@ -240,7 +242,17 @@ def check_ends(ends: Tensor, num_rows: int) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products with x; autocast never casts float64."""
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x.dtype
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast chooses the dtype; it never casts float64."""
+    if x.is_meta or x.dtype == torch.float64:
+        return False
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@uncompiled
+def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """The output of an autograd function, run between the graphs of torch.compile."""
+    return function.apply(*inputs)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ the weights lie in different storages, the one tensor is a copy that each use ma
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,16 @@ class ExpertTensor:
         return self.parameters[0].dtype
 
     @property
+    def in_graphs(self) -> bool:
+        """Whether a graph of torch.compile may return gradients. It may not where the user has set
+        a ``main_grad``: then ``.grad`` must stay None. Experts in fp8 run between graphs."""
+        return not any(
+            isinstance(parameter, Coded)
+            or (not _is_sharded(parameter) and hasattr(parameter, "main_grad"))
+            for parameter in self.parameters
+        )
+
+    @property
     def has_main_grad(self) -> bool:
         """Whether every trained parameter has a ``main_grad`` to add gradients to."""
         return all(map(_offers_main_grad, self._trained))
@@ -238,6 +249,50 @@ def parameters_of(bundles: Sequence[ExpertTensor]) -> list[Tensor]:
 
 # Gradients that one backward has not computed yet, in the order of their computation.
 Pending = list[tuple[ExpertTensor, WriteGradient]]
+
+# The parameters that operators were given in forward, by the place of their memory.
+_given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    return int(value.untyped_storage()._cdata), int(value.storage_offset())
+
+
+def remember(parameters: Sequence[Tensor]) -> None:
+    """Let :func:`originals` find these parameters by any tensor at the same place in memory."""
+    for parameter in parameters:
+        _given[_place(parameter)] = parameter
+
+
+def originals(saved: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    """The parameters that forward was given. An activation checkpoint saves views of them, which
+    have no ``main_grad`` and no codes."""
+    parameters = []
+    for value, trains in zip(saved, trained, strict=True):
+        original = value if isinstance(value, nn.Parameter) else _given.get(_place(value))
+        if original is None or _place(original) != _place(value):
+            if trains and not value.requires_grad:
+                raise RuntimeError(
+                    f"a compiled backward was given a copy of the experts' parameter of shape "
+                    f"{tuple(value.shape)}: hooks on saved tensors must not move parameters. "
+                    f"Exclude parameters in the hook, or run the experts without torch.compile"
+                )
+            original = value
+        parameters.append(original)
+    return parameters
+
+
+def saved_by(ctx: Any) -> tuple[Tensor, ...]:
+    """The tensors that a node saved; raises where one of them changed in place."""
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the weights of experts, or their input rows, changed in place between forward and "
+            f"backward. Step the optimizer after backward. Error of torch: {error}"
+        ) from error
 
 
 def _read(parameter: Tensor, phase: Reads) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.moe import mixtures_of
+from shardwise.moe import GroupedMLP, mixtures_of, swiglu
 from tests.cases import pairwise
 from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
 from tests.parity import mxfp8_helpers as fp8
@@ -183,12 +183,15 @@ EVALUATED = ("every option",)
 
 @pytest.mark.parametrize("kind", EXPERTS)
 @on_ranks(lambda kind: 2 if "spread" in kind else 1, of="kind")  # every rank traces for 5 s
-def test_blocks_with_experts_compute_the_same_bits(rank: int, world_size: int, kind: str) -> None:
+def test_blocks_with_experts_are_one_graph_and_compute_the_same_bits(
+    rank: int, world_size: int, kind: str
+) -> None:
     """Router, rows to experts, grouped products and rows back; weight gradients in ``main_grad``,
     choices counted once where blocks are computed again. Evaluation is traced with every option.
-    Experts run between graphs."""
+    Experts in fp8 and spread experts run between graphs."""
     torch._dynamo.reset()
     precision, changes = EXPERTS[kind]
+    whole = "fp8" not in kind and "spread" not in kind
     width = 128 if "fp8" in kind else 32
     config = GPTConfig(
         dim=width, num_layers=2, num_heads=2, context=16, vocab_size=64, num_experts=4,
@@ -206,7 +209,7 @@ def test_blocks_with_experts_compute_the_same_bits(rank: int, world_size: int, k
             block.feed_forward.spread(spread, axis)  # type: ignore[operator, union-attr]
             block.feed_forward.experts.delay_weight_gradient = "delayed" in kind  # type: ignore[union-attr]
             if compiled:
-                block.compile_forward(backend=count, dynamic=False)  # type: ignore[operator]
+                block.compile_forward(backend=count, fullgraph=whole, dynamic=False)  # type: ignore[operator]
         meshes = {"*.experts": grid["dp"]} if spread else None
         for unit in model.blocks:
             sw.fully_shard(unit, mesh=mesh, meshes=meshes, precision=precision)
@@ -228,10 +231,39 @@ def test_blocks_with_experts_compute_the_same_bits(rank: int, world_size: int, k
                 found.append(model(words.roll(rank), words))
         found += [mixture.router.load.clone() for mixture in mixtures_of(model)]
         runs.append(found)
+    if whole:
+        graphs = 1 + (kind in EVALUATED)
+        assert count.frame_count == graphs, "one for training, one for evaluation, for all blocks"
     nodes = [str(node.target) for graph in count.graphs for node in graph.graph.nodes]
     assert not any("index_copy" in name for name in nodes), "Inductor reads before it writes"
     assert all(map(torch.equal, *runs))
     assert runs[0][-1].sum() == 4 * 2 * 16 * 2
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedMLP(4, 8, 8, activation=swiglu())
+
+    def forward(self, x: Tensor, ends: Tensor, p: Tensor) -> Tensor:
+        return self.experts(x, ends, p) + self.experts(x, ends, p)  # type: ignore[no-any-return]
+
+
+@on_ranks(1)
+def test_experts_called_twice_with_one_x_bring_two_gradients(rank: int, world_size: int) -> None:
+    """Though a graph computes equal things once, and ``main_grad`` is none of its results."""
+    torch._dynamo.reset()
+    found = []
+    for backend in (None, "aot_eager_decomp_partition"):
+        torch.manual_seed(0)
+        net = Twice()
+        if backend is not None:
+            net.forward = torch.compile(net.forward, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+        sw.fully_shard(net, mesh=mesh_of(world_size), placements=sw.zero(3))
+        x, ends = torch.ones(8, 8, requires_grad=True), torch.tensor([2, 4, 6, 8]).int()
+        net(x, ends, torch.ones(8)).sum().backward()
+        found.append([parameter.grad.to_local() for parameter in net.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *found))
 
 
 def graphs_of_a_run(rank: int, world_size: int, folder: str, data: str) -> list[int]:
