@@ -100,10 +100,7 @@ def swiglu_writes_the_codes_of_its_values() -> None:
 
 
 def weights_encoded() -> None:
-    check_encoded(512, 640)
-
-
-def check_encoded(rows: int, columns: int) -> None:
+    rows, columns = 512, 640
     generator = torch.Generator().manual_seed(4)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(rows, columns, generator=generator) * 0.02
@@ -120,45 +117,28 @@ def check_encoded(rows: int, columns: int) -> None:
 
 
 def many_weights_encoded_in_one_launch() -> None:
-    check_many_encoded(WIDE**2, (512, 640), (128, 128), (256, 1408), (1408, 256))
-
-
-def check_many_encoded(share: int, *shapes: tuple[int, int]) -> None:
-    values = [torch.randn(shape) * 0.02 for shape in shapes]
+    values = [torch.randn(shape) * 0.02 for shape in ((512, 640), (128, 128), (256, 1408))]
     values[2][5, 7] = float("inf")
+    area = WIDE**2
     for dtype in (torch.bfloat16, torch.float32):
-        flat = torch.cat([value.view(-1).to(dtype) for value in values]).to(DEVICE)
-        matrices, start = [], 0
-        for number, value in enumerate(values):
-            # A tile between neighbours stays as it is.
-            into = (-(-start // WIDE**2) + number) * WIDE**2
-            (rows, columns), step = value.shape, WIDE * value.shape[1] // share
-            matrix = kernels.Matrix(rows, columns, start, into, scale=into // share, step=step)
-            matrices.append(matrix)
-            start += value.numel()
-        size = (start // WIDE**2 + 2 * len(values)) * WIDE**2
-        codes = torch.full((size,), 7, dtype=torch.uint8, device=DEVICE)
-        scales = torch.full((size // share,), 7.0, device=DEVICE)
-        tiles = kernels.list_tiles(matrices, DEVICE)
-        kernels.encode(flat, codes, scales, tiles=tiles)
+        matrices, parts, start = [], [], 0
+        for value in values:  # a tile between neighbours stays as it is
+            matrices.append(kernels.Matrix(*value.shape, start, start // area))
+            parts += [value.view(-1).to(dtype), torch.ones(area, dtype=dtype)]
+            start += value.numel() + area
+        flat = torch.cat(parts).to(DEVICE)
+        codes = torch.full((start,), 7, dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((start // area,), 7.0, device=DEVICE)
+        kernels.encode(flat, codes, scales, tiles=kernels.list_tiles(matrices, DEVICE))
         untouched = torch.ones_like(codes, dtype=torch.bool)
         for value, matrix in zip(values, matrices, strict=True):
             expected, expected_scales = encode_reference(value.to(dtype), SQUARE_128)
-            into, step = matrix.into, matrix.step
-            found = codes[into : into + value.numel()].view(value.shape)
-            same(found, expected, f"codes of {tuple(value.shape)} {dtype}")
-            mine = scales.as_strided(expected_scales.shape, (step, 1), matrix.scale)
-            same(mine, expected_scales, f"scales {dtype}")
-            untouched[into : into + value.numel()] = False
+            mine = slice(matrix.start, matrix.start + value.numel())
+            same(codes[mine].view(value.shape), expected, f"codes of {tuple(value.shape)} {dtype}")
+            found = scales[matrix.scale :][: expected_scales.numel()]
+            same(found.view(expected_scales.shape), expected_scales, f"scales {dtype}")
+            untouched[mine] = False
         assert (codes[untouched] == 7).all()
-
-
-def partial_blocks_are_those_of_the_cpu() -> None:
-    for tokens, features in ((150, 208), (300, 592), (128, 144), (1, 320), (512, 2880)):
-        check_quantised(torch.randn(tokens, features).bfloat16())
-    for sides in ((192, 320), (144, 208), (320, 128), (256, 432), (2880, 1600)):
-        check_encoded(*sides)
-    check_many_encoded(2048, (192, 320), (256, 640), (144, 208), (1600, 2880), (320, 144))
 
 
 def more_elements_than_31_bits_count() -> None:
@@ -221,19 +201,8 @@ def check_products(*sizes: tuple[int, int, int]) -> None:
     logger.info("products: off by %.1e of the norm at most", worst)
 
 
-def layers_with_partial_blocks_are_those_of_the_cpu() -> None:
-    check_products(
-        (512, 192, 320), (200, 320, 144), (1000, 464, 2048), (300, 512, 208), (4096, 2880, 1600)
-    )
-    for sides in ((192, 320), (320, 144), (256, 208), (1600, 640)):
-        check_layer(*sides)
-
-
 def a_linear_layer_is_that_of_the_cpu() -> None:
-    check_layer(1024, 640)
-
-
-def check_layer(rows: int, columns: int) -> None:
+    rows, columns = 1024, 640
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(rows, columns, generator=generator) / 23
     bias = torch.randn(rows, generator=generator).bfloat16()
@@ -280,14 +249,7 @@ def trained(
 
 
 def training_is_that_of_weights_quantised_at_use() -> None:
-    check_training(128)
-
-
-def training_in_partial_blocks_is_that_of_weights_quantised_at_use() -> None:
-    check_training(144)
-
-
-def check_training(width: int) -> None:
+    width = 128
     with one_rank(DEVICE) as mesh:
         for placements in (sw.zero(1), sw.zero(3), "data_parallel"):
             with helpers.off_in_the_same_groups():
@@ -313,15 +275,7 @@ class Block(nn.Module):
 
 
 def compiled_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
-    check_compiled(256, 512)
-
-
-def compiled_partial_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
-    check_compiled(208, 592)
-    check_compiled(256, 448)  # codes of gate and up follow one another, their blocks do not
-
-
-def check_compiled(width: int, hidden: int) -> None:
+    width, hidden = 256, 512
     with one_rank(DEVICE) as mesh:
         losses = []
         for compiled in (False, True):
@@ -359,14 +313,10 @@ CHECKS: tuple[Callable[[], None], ...] = (
     swiglu_writes_the_codes_of_its_values,
     weights_encoded,
     many_weights_encoded_in_one_launch,
-    partial_blocks_are_those_of_the_cpu,
     products_are_those_of_the_decoded_operands,
     a_linear_layer_is_that_of_the_cpu,
-    layers_with_partial_blocks_are_those_of_the_cpu,
     training_is_that_of_weights_quantised_at_use,
-    training_in_partial_blocks_is_that_of_weights_quantised_at_use,
     compiled_blocks_are_one_graph_and_learn_as_eager_ones,
-    compiled_partial_blocks_are_one_graph_and_learn_as_eager_ones,
     more_elements_than_31_bits_count,
 )
 

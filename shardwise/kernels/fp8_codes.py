@@ -14,8 +14,7 @@ of a row in a word of 32 bits, and four tokens in one thread: their codes are on
 turned.
 
 The bits are those of ``precision/fp8.py``. Zeros fill the last tile past the last token. Features
-and sides of weights are multiples of 16; if they are no multiples of 128, the last tiles are
-partial (``ragged``).
+and sides of weights are multiples of 128.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -55,12 +54,9 @@ def block_scale(largest, native: tl.constexpr = False):
 
 
 @triton.jit
-def _load_words(ptr, token, stride, tokens, pairs, even: tl.constexpr, ragged: tl.constexpr):
-    pair = tl.arange(0, 64)[None, :]
-    ptr += token * stride + pair
-    if ragged:
-        words = tl.load(ptr, mask=(token < tokens) & (pair < pairs), other=0)
-    elif even:
+def _load_words(ptr, token, stride, tokens, even: tl.constexpr):
+    ptr += token * stride + tl.arange(0, 64)[None, :]
+    if even:
         words = tl.load(ptr)
     else:
         words = tl.load(ptr, mask=token < tokens, other=0)
@@ -68,16 +64,16 @@ def _load_words(ptr, token, stride, tokens, pairs, even: tl.constexpr, ragged: t
 
 
 @triton.jit
-def load_tile(ptr, stride, tokens, even: tl.constexpr, pairs=64, ragged: tl.constexpr = False):
+def load_tile(ptr, stride, tokens, even: tl.constexpr):
     """Four tensors of words [32, 64], each word two neighbours in bf16: the tokens 0, 4, 8, ... of
-    a tile; 1, 5, 9, ...; and so on. Words past ``tokens`` are zeros, and if ``ragged``, past
-    ``pairs``. Rows are ``stride`` words apart."""
+    a tile; 1, 5, 9, ...; and so on. Words past ``tokens`` are zeros. Rows are ``stride`` words
+    apart."""
     token = 4 * tl.arange(0, 32)[:, None]
     return (
-        _load_words(ptr, token, stride, tokens, pairs, even, ragged),
-        _load_words(ptr, token + 1, stride, tokens, pairs, even, ragged),
-        _load_words(ptr, token + 2, stride, tokens, pairs, even, ragged),
-        _load_words(ptr, token + 3, stride, tokens, pairs, even, ragged),
+        _load_words(ptr, token, stride, tokens, even),
+        _load_words(ptr, token + 1, stride, tokens, even),
+        _load_words(ptr, token + 2, stride, tokens, even),
+        _load_words(ptr, token + 3, stride, tokens, even),
     )
 
 
@@ -130,18 +126,16 @@ def _two(first, second, native: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(
-    a, b, ptr, place, step, inside, scales_ptr, native: tl.constexpr
-):  # fmt: skip
+def _write_rows(a, b, ptr, place, step, scales_ptr, native: tl.constexpr):
     """Write codes and scales of two rows; returns their largest magnitudes as one word, which
     halves the exchanges between threads."""
     even, odd = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)
     largest = _largest(_larger(even, odd, native), 1, native)
     scale, inverse = block_scale((largest << 16) & 0x7FFF0000, native)
-    tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native), mask=inside)
+    tl.store(ptr + place, _two(low(a) * inverse, high(a) * inverse, native))
     tl.store(scales_ptr, scale)
     scale, inverse = block_scale(largest & 0x7FFF0000, native)
-    tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native), mask=inside)
+    tl.store(ptr + place + step, _two(low(b) * inverse, high(b) * inverse, native))
     tl.store(scales_ptr + 1, scale)
     return largest
 
@@ -157,21 +151,18 @@ def _turned(a, b, c, d, inverse, native: tl.constexpr):
 def write_tile(
     a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded, total,
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, native: tl.constexpr,
-    pairs=64, ragged: tl.constexpr = False,
 ):  # fmt: skip
-    """Write planes of a tile that :func:`load_tile` returned; ``rows`` and ``columns`` choose them.
-    If ``ragged``, the tile has ``pairs`` pairs of features."""
+    """Write planes of a tile that :func:`load_tile` returned; ``rows`` and ``columns`` choose."""
     quad, pair = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
-    inside = pair < pairs if ragged else None
     if rows:
         # Offsets inside a tile have 32 bits, which halves the registers for addresses.
         codes_ptr += band.to(tl.int64) * 64 * total + strip * 64
         scales_ptr += strip.to(tl.int64) * padded + band * 128 + 4 * quad
         step = total // 2
         place = 4 * quad * step + pair
-        left = _write_rows(a, b, codes_ptr, place, step, inside, scales_ptr, native)
+        left = _write_rows(a, b, codes_ptr, place, step, scales_ptr, native)
         place += 2 * step
-        right = _write_rows(c, d, codes_ptr, place, step, inside, scales_ptr + 2, native)
+        right = _write_rows(c, d, codes_ptr, place, step, scales_ptr + 2, native)
     if columns:
         quarter = padded // 4
         turned_ptr += strip.to(tl.int64) * 128 * quarter + band * 32
@@ -187,31 +178,29 @@ def write_tile(
             words = _largest(words, 0, native)
             turned_scales_ptr += band.to(tl.int64) * total + strip * 128 + 2 * pair
             scale, first = block_scale((words << 16) & 0x7FFF0000, native)
-            tl.store(turned_scales_ptr, scale, mask=inside)
+            tl.store(turned_scales_ptr, scale)
             scale, second = block_scale(words & 0x7FFF0000, native)
-            tl.store(turned_scales_ptr + 1, scale, mask=inside)
+            tl.store(turned_scales_ptr + 1, scale)
         at = tl.trans(2 * pair * quarter) + tl.trans(quad)
-        inside = tl.trans(pair) < pairs if ragged else None
         even = _turned(low(a), low(b), low(c), low(d), first, native)
-        tl.store(turned_ptr + at, even, mask=inside)
+        tl.store(turned_ptr + at, even)
         odd = _turned(high(a), high(b), high(c), high(d), second, native)
-        tl.store(turned_ptr + quarter + at, odd, mask=inside)
+        tl.store(turned_ptr + quarter + at, odd)
 
 
 @triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features,
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, native: tl.constexpr,
-    even: tl.constexpr, ragged: tl.constexpr,
+    even: tl.constexpr,
 ):  # fmt: skip
-    strips, stride = tl.cdiv(features, 128), features // 2
+    strips, stride = features // 128, features // 2
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     x_ptr += band.to(tl.int64) * 128 * stride + strip * 64
-    pairs = features // 2 - strip * 64
-    a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even, pairs, ragged)
+    a, b, c, d = load_tile(x_ptr, stride, tokens - band * 128, even)
     write_tile(
         a, b, c, d, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, band, strip, padded,
-        features, rows, columns, square, native, pairs, ragged,
+        features, rows, columns, square, native,
     )  # fmt: skip
 
 
@@ -231,29 +220,22 @@ def to_words(first, second, native: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, rows, columns, stride,
-    listed: tl.constexpr, wide: tl.constexpr, native: tl.constexpr, ragged: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, columns,
+    listed: tl.constexpr, wide: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
     """Two neighbours of a row are read together, and their codes written."""
     tile = tl.program_id(0)
     one = tl.zeros([1, 1], tl.int32)  # versions of Triton store a reduced scalar differently
     if listed:  # tiles of many matrices: see ``list_tiles``
-        start = tl.multiple_of(tl.load(tiles_ptr + tile), 64)
-        into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 64)
-        number = tl.load(tiles_ptr + 2 * count + tile)
-        columns = tl.multiple_of(tl.load(tiles_ptr + 3 * count + tile).to(tl.int32), 16)
-        rows = tl.load(tiles_ptr + 4 * count + tile).to(tl.int32)
-        pairs = tl.load(tiles_ptr + 5 * count + tile).to(tl.int32) // 2
+        start = tl.multiple_of(tl.load(tiles_ptr + tile), 128)
+        number = tl.load(tiles_ptr + count + tile)
+        columns = tl.multiple_of(tl.load(tiles_ptr + 2 * count + tile).to(tl.int32), 128)
     else:
-        strips = tl.cdiv(columns, 128)
-        band, strip = tile // strips, tile % strips
-        start = band.to(tl.int64) * 128 * columns + strip * 128
-        into, number = start, band * stride + strip
-        rows, pairs = rows - band * 128, columns // 2 - strip * 64
-    line, pair = tl.arange(0, 128)[:, None], tl.arange(0, 64)[None, :]
-    place = line * (columns // 2) + pair
-    inside = (line < rows) & (pair < pairs) if ragged else None
-    words = tl.load(x_ptr + start // 2 + place, mask=inside, other=0 if ragged else None)
+        strips = columns // 128
+        start = (tile // strips).to(tl.int64) * 128 * columns + tile % strips * 128
+        number = tile
+    place = tl.arange(0, 128)[:, None] * (columns // 2) + tl.arange(0, 64)[None, :]
+    words = tl.load(x_ptr + start // 2 + place)
     if wide:
         first, second = words.to(tl.int32), (words >> 32).to(tl.int32)
         first, second = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
@@ -262,26 +244,21 @@ def _encode_kernel(
     largest = (_larger(largest, largest >> 16, False) & 0x7FFF) << 16
     scale, inverse = block_scale(largest, native)
     codes = _two(low(words) * inverse, high(words) * inverse, native)
-    tl.store(codes_ptr + into // 2 + place, codes, mask=inside)
+    tl.store(codes_ptr + start // 2 + place, codes)
     tl.store(scales_ptr + number + one, scale)
 
 
 @triton.jit
-def _turn_kernel(
-    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns, stride, ragged: tl.constexpr
-):  # fmt: skip
-    strips = tl.cdiv(columns, 128)
+def _turn_kernel(codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns):
+    strips = columns // 128
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     line, lane = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
-    left, right = rows - band * 128, columns - strip * 128
-    inside = (line < left) & (lane < right) if ragged else None
     place = band.to(tl.int64) * 128 * columns + strip * 128 + line * columns + lane
-    tile = tl.load(codes_ptr + place, mask=inside)
+    tile = tl.load(codes_ptr + place)
     start = strip.to(tl.int64) * 128 * rows + band * 128
-    inside = (line < right) & (lane < left) if ragged else None
-    tl.store(out_ptr + start + line * rows + lane, tl.trans(tile), mask=inside)
-    scale = tl.load(scales_ptr + band * stride + strip)
-    tl.store(out_scales_ptr + strip * tl.cdiv(rows, 128) + band, scale)
+    tl.store(out_ptr + start + line * rows + lane, tl.trans(tile))
+    scale = tl.load(scales_ptr + tl.program_id(0))
+    tl.store(out_scales_ptr + strip * (rows // 128) + band, scale)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -289,7 +266,7 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 16
+    x: Tensor,  # [tokens, features], contiguous bf16; features a multiple of 128
     planes: tuple[Tensor, Tensor] | None,  # uint8 [padded, features], fp32 [features / 128, padded]
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
@@ -305,74 +282,52 @@ def quantise(
     others, other_scales = (turned[0].view(torch.int32), turned[1]) if turned else (x, x)
     # Warps: measured on an H200 with 4, 8 and 16, and with fewer registers, which takes longer.
     run(
-        _quantise_kernel, (padded // WIDE * triton.cdiv(features, WIDE),),
+        _quantise_kernel, (padded // WIDE * (features // WIDE),),
         x.view(torch.int32), codes, scales, others, other_scales, tokens, padded, features,
         rows=planes is not None, columns=turned is not None, square=square,
-        native=casts_natively(x.device), even=tokens == padded,
-        ragged=features % WIDE > 0, num_warps=8 if square else 4,
+        native=casts_natively(x.device), even=tokens == padded, num_warps=8 if square else 4,
     )  # fmt: skip
 
 
 class Matrix(NamedTuple):
-    """The place of a matrix in flat tensors of values and of codes, in elements."""
+    """A matrix in flat tensors: its sides, and the places of its first element and scale."""
 
     rows: int
     columns: int
     start: int
-    into: int
-    scale: int = 0  # the place of its first scale
-    step: int = 0  # from a row of scales to the next; 0: as many as there are
+    scale: int
 
 
-class Tiles(NamedTuple):
-    """The tiles of many matrices, for one launch."""
-
-    # int64 [6, n]: the places of a tile's first value, first code and scale, the columns of its
-    # matrix, and the numbers of rows and columns from the tile to the end of the matrix.
-    entries: Tensor
-    ragged: bool  # whether any tiles are partial
-
-
-def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
-    """The tiles of some matrices in flat tensors."""
+def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tensor:
+    """The tiles of some matrices, for one launch: int64 [3, n], the places of the first element and
+    of the scale of each tile, and the columns of its matrix."""
     entries = []
-    for rows, columns, start, into, first_scale, step in matrices:
-        bands, strips = -(-rows // WIDE), -(-columns // WIDE)
-        number = torch.arange(bands * strips)
-        band, strip = number // strips, number % strips
-        inside = (band * columns + strip) * WIDE
-        scale = first_scale + band * (step or strips) + strip
-        left = rows - band * WIDE, columns - strip * WIDE
+    for rows, columns, start, scale in matrices:
+        strips = columns // WIDE
+        number = torch.arange(rows // WIDE * strips)
+        inside = (number // strips * columns + number % strips) * WIDE
         wide = torch.full_like(number, columns)
-        entries.append(torch.stack([start + inside, into + inside, scale, wide, *left]))
-    return Tiles(
-        torch.cat(entries, 1).to(device),
-        any(matrix.rows % WIDE or matrix.columns % WIDE for matrix in matrices),
-    )
+        entries.append(torch.stack([start + inside, scale + number, wide]))
+    return torch.cat(entries, 1).to(device)
 
 
 def encode(
-    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 16
+    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 128
     codes: Tensor,  # uint8 [rows, columns]
-    scales: Tensor,  # fp32 [rows / 128, columns / 128], rounded up; rows may have any stride
+    scales: Tensor,  # fp32 [rows / 128, columns / 128], contiguous
     *,
-    tiles: Tiles | None = None,
+    tiles: Tensor | None = None,
 ) -> None:
     """Encode one matrix, or ``tiles`` of many matrices in flat tensors."""
-    if tiles is None:
-        (rows, columns), stride, count = x.shape, scales.stride(0), scales.numel()
-        ragged = bool(rows % WIDE or columns % WIDE)
-    else:
-        rows = columns = stride = WIDE  # not used: each tile is listed with its numbers
-        count, ragged = tiles.entries.shape[1], tiles.ragged
+    count = scales.numel() if tiles is None else tiles.shape[1]
     if not count:
         return
     run(
         _encode_kernel, (count,),
-        _pairs(x), codes.view(torch.int16), scales, x if tiles is None else tiles.entries,
-        count, rows, columns, stride,
+        _pairs(x), codes.view(torch.int16), scales, x if tiles is None else tiles, count,
+        x.shape[-1] if tiles is None else WIDE,
         listed=tiles is not None, wide=x.dtype == torch.float32,
-        native=casts_natively(x.device), ragged=ragged, num_warps=16,
+        native=casts_natively(x.device), num_warps=16,
     )  # fmt: skip
 
 
@@ -381,8 +336,6 @@ def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     out_scales = scales.new_empty(scales.shape[1], scales.shape[0])
-    run(
-        _turn_kernel, (scales.numel(),), codes, scales, out, out_scales, rows, columns,
-        scales.stride(0), ragged=bool(rows % WIDE or columns % WIDE), num_warps=8,
-    )  # fmt: skip
+    grid = (scales.numel(),)
+    run(_turn_kernel, grid, codes, scales, out, out_scales, rows, columns, num_warps=8)
     return out, out_scales

@@ -16,9 +16,6 @@ Values of any dtype are rounded to bf16 before they are encoded. So a shard that
 fp32 equals the same rows that were sent as bf16 and encoded afterwards. A row plane and a column
 plane are two different roundings of the same values; neither can be made from the other.
 
-The last blocks of 128 of a row or column may be partial: [320, 200] has 3 by 2 scales, each made
-for the elements that exist.
-
 The rules for what the standard leaves open:
 
 - **scale**: in blocks of 128 the largest magnitude of the block / 448; magnitudes below 2^-100
@@ -41,11 +38,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.kernels import has_triton
@@ -58,7 +53,6 @@ SIDE = 32  # the side of blocks of MXFP8
 ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 WIDE = 128  # the side of blocks with fp32 scales
-EVEN = 16  # sides of matrices in blocks of 128 must be multiples of this, as hardware requires
 ROW_128: Block = (1, WIDE)
 SQUARE_128: Block = (WIDE, WIDE)
 # The dtype of each block's scales: uint8 for the exponent of a power of two, or fp32.
@@ -70,60 +64,18 @@ LARGEST = 448.0  # the largest e4m3 value
 INVERSE_LARGEST = 0.002232142956927419  # 1 / 448 in fp32
 SMALLEST = 2.0**-100  # smaller magnitudes count as this for an exact scale
 NAN_SCALE, NAN_CODE = 255, 0x7F
-SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 class FP8Error(ValueError):
-    """An error about a tensor that cannot be stored in fp8, or planes that do not fit together."""
+    """An error about a tensor that cannot be stored in fp8."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plane:
-    """One encoding of a matrix. Both tensors may be views of a buffer."""
+class Plane(NamedTuple):
+    """One encoding of a matrix. Both tensors may be views of a buffer; both are contiguous."""
 
     codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows / block[0], columns / block[1]], rounded up; gaps between rows allowed
+    scales: Tensor  # [rows / block[0], columns / block[1]]
     block: Block
-
-    def __post_init__(self) -> None:
-        scale_dtype = SCALES.get(self.block, torch.uint8)
-        problems = [
-            f"{name} are {tensor.dtype}: planes are {str(dtype).removeprefix('torch.')}"
-            for name, tensor, dtype in (
-                ("codes", self.codes, torch.uint8),
-                ("scales", self.scales, scale_dtype),
-            )
-            if tensor.dtype != dtype
-        ]
-        problems += shape_problems(self.codes.shape, [self.block])
-        problems += block_problems([self.block])
-        if not problems:
-            expected = scale_shape(self.codes.shape, self.block)
-            if tuple(self.scales.shape) != expected:
-                problems.append(
-                    f"scales of shape {tuple(self.scales.shape)} for codes of shape "
-                    f"{tuple(self.codes.shape)} in blocks {self.block}: expected {expected}"
-                )
-        if self.codes.device != self.scales.device:
-            problems.append(
-                f"codes on {self.codes.device}, scales on {self.scales.device}: move them to one "
-                f"device"
-            )
-        for name, contiguous in (
-            ("codes", self.codes.is_contiguous()),
-            ("scales", self.scales.stride(-1) == 1 or self.scales.shape[-1] < 2),
-        ):
-            if not contiguous:
-                problems.append(
-                    f"{name} are not contiguous: planes are read and sent as flat memory; call "
-                    f"contiguous()"
-                )
-        if problems:
-            raise FP8Error("; ".join(problems))
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
 
 
 def plane_over(codes: Tensor, scales: Tensor) -> Plane:
@@ -138,53 +90,30 @@ def plane_over(codes: Tensor, scales: Tensor) -> Plane:
 
 
 def side_of(blocks: Sequence[Block]) -> int:
-    """The longer side of the largest block."""
+    """The longer side of the largest block, of which both sides of a matrix are multiples."""
     return max(map(max, blocks))
-
-
-def step_of(blocks: Sequence[Block]) -> int:
-    """The number of which both sides of a matrix in these blocks must be multiples."""
-    side = side_of(blocks)
-    return EVEN if side == WIDE else side
 
 
 def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (ROW,)) -> list[str]:
     """Reasons why a tensor of this shape cannot be stored in these blocks. It may have no rows."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
-    step = step_of(blocks)
+    side = side_of(blocks)
     return [
-        f"shape {tuple(shape)}: {size} {name} are no multiple of {step}"
+        f"shape {tuple(shape)}: {size} {name} are no multiple of {side}"
         for name, size in zip(("rows", "columns"), shape, strict=True)
-        if size % step
+        if size % side
     ]
 
 
-def block_problems(blocks: Sequence[Block]) -> list[str]:
-    """A problem for the first unknown block."""
-    unknown = [block for block in blocks if block not in SCALES]
-    return [f"block {block}: choose from {', '.join(map(str, SCALES))}" for block in unknown[:1]]
-
-
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
-    """The number of blocks in each direction; the last may be partial."""
-    rows, columns = shape
-    return -(-rows // block[0]), -(-columns // block[1])
+    """The number of blocks in each direction."""
+    return shape[0] // block[0], shape[1] // block[1]
 
 
 def in_blocks(x: Tensor, block: Block) -> Tensor:
-    """x [rows, columns] as [blocks, rows, blocks, columns], padded with zeros to whole blocks."""
-    (rows, columns), (high, wide) = x.shape, block
-    if rows % high or columns % wide:
-        x = F.pad(x, (0, -columns % wide, 0, -rows % high))
-    return x.view(x.shape[0] // high, high, x.shape[1] // wide, wide)
-
-
-def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The contiguous matrix [rows, columns] that :func:`in_blocks` turned into ``blocks``."""
-    bands, high, strips, wide = blocks.shape
-    whole = blocks.reshape(bands * high, strips * wide)
-    return whole[: shape[0], : shape[1]].contiguous()
+    """x [rows, columns] as [blocks, rows, blocks, columns]."""
+    return x.view(len(x) // block[0], block[0], x.shape[1] // block[1], block[1])
 
 
 def scales_of(magnitudes: Tensor) -> Tensor:
@@ -219,7 +148,7 @@ def encode_reference(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return from_blocks(codes, x.shape), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
+    return codes.view(x.shape), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -231,27 +160,10 @@ def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.d
     values = torch.index_select(table, 0, codes.reshape(-1).int()).view(codes.shape)
     factors = powers(scales) if scales.dtype == torch.uint8 else scales
     values = (in_blocks(values, block) * factors[:, None, :, None]).to(dtype)
-    return from_blocks(values, codes.shape)
+    return values.view(codes.shape)
 
 
 # ----------------------------------------------------------------------------------- the two verbs
-
-
-def empty_planes(
-    shape: Sequence[int], blocks: Sequence[Block], device: torch.device | str
-) -> tuple[Plane, ...]:
-    """Planes of a matrix with undefined contents, one for each of ``blocks``."""
-    problems = shape_problems(shape, blocks)
-    if problems:
-        raise FP8Error("; ".join(problems))
-    return tuple(
-        Plane(
-            codes=torch.empty(tuple(shape), dtype=torch.uint8, device=device),
-            scales=torch.empty(scale_shape(shape, block), dtype=SCALES[block], device=device),
-            block=block,
-        )
-        for block in blocks
-    )
 
 
 def encode(
@@ -262,17 +174,10 @@ def encode(
 ) -> tuple[Plane, ...]:
     """Encode x into one plane for each of ``blocks``. On a GPU a row and a column plane take one
     pass. ``out``: planes to write into and return, in the order of ``blocks``."""
-    problems = block_problems(blocks) or shape_problems(x.shape, blocks)
-    if x.dtype not in SOURCES:
-        problems.append(f"a tensor of {x.dtype}: encode floating-point values, not codes")
-    if len(set(blocks)) != len(blocks):
-        problems.append(f"blocks {tuple(blocks)}: pass each at most once")
-    if problems:
+    if problems := shape_problems(x.shape, blocks):
         raise FP8Error("; ".join(problems))
-    planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
-    for plane, block in zip(planes, blocks, strict=True):
-        given = plane.codes.shape, plane.block, plane.codes.device
-        assert given == (x.shape, block, x.device), f"a plane to write into is {given}"
+    planes = tuple(out or (_empty(x, block) for block in blocks))
+    assert [(plane.codes.shape, plane.block) for plane in planes] == [(x.shape, b) for b in blocks]
     if x.numel() == 0 or x.is_meta:  # plans would spend milliseconds on shapes
         return planes
     if uses_kernels(x.device) and ROW_128 not in blocks:
@@ -292,30 +197,28 @@ def encode(
     return planes
 
 
-def decode(
-    plane: Plane, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
-) -> Tensor:
-    """The values [rows, columns] in ``dtype``, written into ``out`` if it is given.
+def _empty(x: Tensor, block: Block) -> Plane:
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    return Plane(codes, codes.new_empty(scale_shape(x.shape, block), dtype=SCALES[block]), block)
+
+
+def decode(plane: Plane, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values [rows, columns] in ``dtype``.
 
     With scales that are powers of two, decoding to bf16 and fp32 is exact, because a code has at
     most 4 significant bits.
     """
-    shape = plane.codes.shape
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=plane.codes.device)
-    assert (out.shape, out.device) == (shape, plane.codes.device) and out.is_contiguous()
-    if not out.dtype.is_floating_point or out.dtype.itemsize < 2:
-        raise FP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
+    codes, scales, block = plane
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel() == 0 or out.is_meta:
         return out
-    by_kernel = SCALES[plane.block] is torch.uint8 and out.dtype in (torch.bfloat16, torch.float32)
-    if by_kernel and uses_kernels(out.device):
+    exact = SCALES[block] is torch.uint8 and dtype in (torch.bfloat16, torch.float32)
+    if exact and uses_kernels(out.device):
         from shardwise.kernels import mxfp8 as kernels
 
-        kernels.decode(plane.codes, plane.scales, plane.block, out)
+        kernels.decode(codes, scales, block, out)
         return out
-    out.copy_(decode_reference(plane.codes, plane.scales, plane.block, out.dtype))
-    return out
+    return decode_reference(codes, scales, block, dtype)
 
 
 @functools.cache

@@ -13,15 +13,13 @@ right operand is in blocks of 128x128: weights, and x in the product with dy, be
 faster with these than with 1x128 on both sides. Hopper multiplies them (``torch._scaled_mm``,
 cuBLAS 12.9 and later), and sums each block of 128 with about 14 bits of precision. On other devices
 the operands are decoded and multiplied in fp32: the same numbers except for that sum. In and out
-are multiples of 16, and the last blocks along them may be partial. Tokens are padded with zeros to
-whole blocks. "Turned" means transposed: features by tokens.
+are multiples of 128. Tokens are padded with zeros to whole blocks. "Turned" means transposed:
+features by tokens.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +47,7 @@ def empty(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Memory for the wanted planes of x [tokens, features]; the other planes have no elements. See
     :func:`quantise`."""
     tokens, features = padded(x.shape[0]), x.shape[1]
-    strips, bands = -(-features // WIDE), tokens // WIDE
+    strips, bands = features // WIDE, tokens // WIDE
     codes = scales = turned_codes = turned_scales = (0, 0)
     if rows:
         codes, scales = (tokens, features), (strips, tokens)
@@ -120,37 +118,6 @@ def quantise_swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Quan
     dh, gate, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
     of_gate, of_up = dh * up.float() * sigma * (1 + gate * (1 - sigma)), dh * gate * sigma
     return quantise(of_gate.to(dtype), True, 1), quantise(of_up.to(dtype), True, 1)
-
-
-# (x, its version and the other arguments, the result) of the last call of ``quantise_once``.
-_last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None
-
-
-def quantise_once(x: Tensor, rows: bool, turned: int) -> Quantised:
-    """:func:`quantise` of x [..., features], computed once for layers that read the same x one
-    after another (query, key and value). They save the same codes for backward.
-
-    Code that writes to x between these layers in a way that autograd does not see (``x.data``, a
-    collective in place, a kernel) must call ``torch.autograd.graph.increment_version(x)``, as torch
-    requires.
-    """
-    global _last
-    if x.is_inference():  # inference tensors have no version
-        return quantise(x.reshape(-1, x.shape[-1]), rows, turned)
-    address = 0 if x.is_meta else x.data_ptr()  # changes with ``x.data = ...``
-    key, last = (x._version, address, rows, turned), _last
-    if last is not None and last[0]() is x and last[1] == key:
-        return last[2]
-    result = quantise(x.reshape(-1, x.shape[-1]), rows, turned)
-    _last = weakref.ref(x, forget), key, result
-    return result
-
-
-def forget(x: weakref.ref[Tensor] | None = None) -> None:
-    """Forget the kept codes; with ``x``, a tensor that was deleted, only if they are its codes."""
-    global _last
-    if _last is not None and (x is None or x is _last[0]):
-        _last = None
 
 
 def multiply(

@@ -18,7 +18,6 @@ from shardwise.precision.fp8 import (
     FP8Error,
     shape_problems,
     side_of,
-    step_of,
 )
 from shardwise.precision.fp8_weight import Products
 
@@ -85,8 +84,8 @@ class Precision:
 
             - ``"mxfp8"``: 1x32 blocks. For weights whose sides are multiples of 32. Products are
               computed in bf16.
-            - ``"fp8_block"``: 128x128 blocks with fp32 scales. For sides of 128 or more that are
-              multiples of 16, for experts multiples of 128. Products are computed in fp8.
+            - ``"fp8_block"``: 128x128 blocks with fp32 scales. For weights whose sides are
+              multiples of 128. Products are computed in fp8.
 
             Embeddings stay bf16, and with ``"fp8_block"`` output heads do unless ``include`` names
             them. ``sw.precision_report(model)`` lists how each weight is stored, and why.
@@ -288,20 +287,13 @@ def ineligible(
         return f"an output head; include={(*include, name)} stores it too, and multiplies in fp8"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
-    sides, blocks = shape[-2:] if stack else shape, [BLOCKS[format]]
-    side = side_of(blocks)
-    problems = shape_problems(sides, blocks)
-    if not problems and min(sides) < side:
-        problems = [f"shape {tuple(shape)}: a side of {min(sides)} is less than a block of {side}"]
-    if not problems and stack and any(size % side for size in sides):
-        problems = [f"shape {tuple(shape)}: experts have no partial blocks of {side}"]
-    return "; ".join(problems) or None
+    sides = shape[-2:] if stack else shape
+    return "; ".join(shape_problems(sides, [BLOCKS[format]])) or None
 
 
 def sides_in(format: Format) -> str:
     """The sides that weights of linear layers must have in a format, in words."""
-    step, side = step_of([BLOCKS[format]]), side_of([BLOCKS[format]])
-    return f"multiples of {step}" + (f", {side} or more" if step < side else "")
+    return f"multiples of {side_of([BLOCKS[format]])}"
 
 
 def _multiplies(owner: type[nn.Module]) -> bool:

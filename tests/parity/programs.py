@@ -193,7 +193,6 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "by matrix": divided(False),
     "at use": off_in_the_same_groups,
     "staged": lambda: mock.patch.object(FP8, "staged_because", return_value="a test"),
-    "cut blocks": lambda: mock.patch("shardwise.shard.formats.math.lcm", return_value=1),
     "many words": lambda: mock.patch.object(models, "WORDS", 384),
     "padding is dear": lambda: mock.patch.object(buckets, "CHEAP_PADDING", 0),
     "scaled twice": scaled_twice,

@@ -21,8 +21,6 @@ from tests.parity import mxfp8_helpers as fp8
 from tests.parity.runs import NAMED, Run, assert_pair, assert_same, bits, facts, run
 from tests.ranks import RanksFailed, run_ranks
 
-WIDE = 144  # and an MLP of 432: the last blocks of 128 are of 16, and of 48
-
 
 def of(strategy: str, format: str = "mxfp8", optimizer: str = "muon", **more: Any) -> Run:
     return run(strategy, ranks_for(strategy), optimizer, format, data="own", **more)
@@ -35,7 +33,7 @@ def oracle(one: Run) -> Run:
     return run(strategy, one.ranks, one.optimizer, one.format, under=("at use",), **kept)
 
 
-OF_ALL = ("data", "steps", "microbatches", "evaluate", "width")
+OF_ALL = ("data", "steps", "microbatches", "evaluate")
 
 
 def strategies() -> Iterator[Run]:
@@ -43,10 +41,6 @@ def strategies() -> Iterator[Run]:
     yield of("zero3", optimizer="adamw")
     for format in ("native", "fp8_block"):
         yield from (of(strategy, format) for strategy in ("zero1", "zero3", "hfsdp"))
-    # Partial blocks change how planes are cut and joined: over no axis, over one that keeps them
-    # and one that does not, over two.
-    for strategy in ("zero0", "zero1", "zero3", "hfsdp"):
-        yield of(strategy, "fp8_block", width=WIDE)
 
 
 def schedules() -> Iterator[Run]:
@@ -69,7 +63,6 @@ def schedules() -> Iterator[Run]:
 def transports() -> Iterator[Run]:
     for strategy, format in (("zero3", "mxfp8"), ("zero1", "mxfp8"), ("hfsdp", "fp8_block")):
         yield of(strategy, format, under=("staged",))
-    yield of("zero3", "fp8_block", width=WIDE, under=("cut blocks",))
     for grain in GRAINS:
         yield run("zero3", ordered_ranks(3), format="mxfp8", data="own", grain=grain)
 
@@ -83,8 +76,6 @@ def buckets() -> Iterator[Run]:
         (1, "fp8_block", True),
     ):  # fmt: skip
         yield of(f"buckets zero{stage}", format, bucket_mb=0.05, overlap_gather=overlap)
-    for stage in (0, 1):
-        yield of(f"buckets zero{stage}", "fp8_block", bucket_mb=0.2, width=WIDE)
 
 
 SAME = {
@@ -95,9 +86,9 @@ SAME = {
 # Saved half way and loaded under another strategy, where codes of other weights are gathered.
 SAME |= {
     f"resumed: {one}": (one, one.but(into=None))
-    for format, width in (("mxfp8", None), ("fp8_block", WIDE))
+    for format in ("mxfp8", "fp8_block")
     for after in ("zero3", "zero1")
-    for one in [of("zero3", format, width=width, steps=4, into=after)]
+    for one in [of("zero3", format, steps=4, into=after)]
 }
 
 
@@ -106,7 +97,7 @@ def test_fp8_gather_on_is_off(case: str) -> None:
     one, expected = SAME[case]
     assert_pair(one, expected)
     ends = bits(one)
-    if one.width is None and not one.evaluate and not one.into:
+    if not one.evaluate and not one.into:
         losses = [ends[f"loss {step}.0 0"] for step in (0, one.steps - 1)]
         assert losses[1] < 0.95 * losses[0], "nothing was learned"
 
@@ -148,8 +139,6 @@ def test_gradients_travel_alike_and_codes_are_few(one: Run) -> None:
     assert bool(staged) == ("as bf16" in on["report"])
     if one.format != "native" and gathered(off):  # two planes have more bytes than bf16
         assert gathered(on) < 0.95 * gathered(off)
-    if one.width:
-        assert (2, 4) in on["planes"].values(), "partial blocks"
 
 
 def test_codes_travel_unless_a_shard_cuts_a_block() -> None:
@@ -158,12 +147,11 @@ def test_codes_travel_unless_a_shard_cuts_a_block() -> None:
         if "staged" in one.under:
             assert all(on["staged"])
             assert 0 < gathered(facts(one.but(under=()))[0]) < gathered(on)
-        elif "cut blocks" in one.under:
-            assert any(on["staged"]) and "because a rank's shard cuts a block" in on["report"]
         elif dict(one.more)["grain"] != sw.ELEMENT:
             assert not any(on["staged"]), one
         elif ranks_device() == "cpu":  # of two ranks, elements may end where blocks do
             assert any(on["staged"]), one
+            assert "because a rank's shard cuts a block" in on["report"]
 
 
 def test_buckets_send_codes_but_for_two_planes() -> None:

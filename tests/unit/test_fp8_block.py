@@ -117,36 +117,6 @@ def test_x_is_saved_as_codes() -> None:
     assert not any(each is not None for each in frozen.grad_fn.saved_tensors)
 
 
-def test_layers_that_read_the_same_x_share_its_codes() -> None:
-    """Query, key and value; another x, or the same one written to, is quantised anew."""
-    weights = [coded(made(ROWS, COLUMNS, seed=n), "fp8_block") for n in range(3)]
-    for weight in weights:
-        weight.requires_grad_()
-    x = made(256, COLUMNS).bfloat16()
-
-    def codes_of(y: Any) -> Tensor:
-        return next(each for each in y.grad_fn.saved_tensors if each is not None)
-
-    def layers(x: Tensor) -> list[Tensor]:
-        return [F.linear(x, weight) for weight in weights]
-
-    seen = layers(x)
-    first = codes_of(seen[0])
-    assert all(codes_of(y).data_ptr() == first.data_ptr() for y in seen)
-    other = layers(x.clone())
-    assert codes_of(other[0]).data_ptr() != first.data_ptr()
-    assert all(map(torch.equal, seen, other))
-    x.mul_(2.0)
-    assert not torch.equal(layers(x)[0], seen[0])
-    x.data = x * 2.0
-    assert torch.equal(layers(x)[0], layers(x.clone())[0]), "other values under the same name"
-    x.data.mul_(2.0)
-    torch.autograd.graph.increment_version(x)
-    assert torch.equal(layers(x)[0], layers(x.clone())[0]), "torch was told of a write"
-    del x, other
-    assert fp8_block._last is None, "codes go with the tensor that they are of"
-
-
 class Layers(nn.Module):
     """A feed-forward whose weights are codes, as in a unit's forward."""
 
@@ -192,9 +162,9 @@ def test_a_feed_forward_at_once_is_its_layers(frozen: tuple[str, ...]) -> None:
 
 
 def test_a_feed_forward_of_other_layers_calls_them() -> None:
-    """Layers with biases, adapters in the place of a layer, partial blocks, plain weights."""
+    """Layers with biases, adapters in the place of a layer, plain weights."""
     x = made(40, 256).bfloat16()
-    net, partial, plain = Layers(), Layers(272), Layers()
+    net, plain = Layers(), Layers()
     expected = net.at_once(x)
     net.up.bias = nn.Parameter(torch.ones(384, dtype=torch.bfloat16))
     assert not torch.equal(net.at_once(x), expected)
@@ -203,8 +173,7 @@ def test_a_feed_forward_of_other_layers_calls_them() -> None:
     assert not torch.equal(net.at_once(x), expected)
     for layer in (plain.gate, plain.up, plain.down):
         layer.weight = nn.Parameter(layer.weight.decode())  # type: ignore[operator]
-    for other in (partial, plain):
-        assert torch.equal(other.at_once(x), other.down(F.silu(other.gate(x)) * other.up(x)))
+    assert torch.equal(plain.at_once(x), plain.down(F.silu(plain.gate(x)) * plain.up(x)))
     calls: list[Any] = []
     sw.swiglu_mlp(
         x, plain.gate, plain.up, plain.down, call=lambda f, *args: calls.append(f) or f(*args)
@@ -262,7 +231,7 @@ def test_what_a_user_may_say() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             sw.Precision(**options)  # type: ignore[arg-type]
-    with pytest.raises(FP8Error, match="130 columns are no multiple of 16"):
+    with pytest.raises(FP8Error, match="130 columns"):
         coded(made(128, 130), "fp8_block")
     assert "cpu multiplies no fp8" in str(fp8_block.scaled_problem(torch.device("cpu")))
 
@@ -286,10 +255,3 @@ def test_a_plan_counts_what_kernels_turn() -> None:
         lambda: fp8_block.multiply(codes, scales, weight, of_weight, "backward", dy.dtype)
     )
     assert backward == 2 * rows * out + deep * out
-
-
-def rounded(x: Tensor, whole: bool = False) -> Tensor:
-    """fp32 values after a trip through e4m3: one scale for all, or for each row a power of two."""
-    largest = x.float().abs().amax((0, 1) if whole else 1, keepdim=True).clamp(min=2.0**-100)
-    scale = largest * (1 / 448) if whole else torch.exp2((largest / 448).log2().ceil())
-    return (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

@@ -147,30 +147,19 @@ def test_fused_passes() -> None:
 def test_fp8_in_blocks_of_128() -> None:
     pointers = {"x_ptr": "*i32", "codes_ptr": "*i16", "turned_ptr": "*i32"}
     pointers |= {"turned_scales_ptr": "*fp32", "tiles_ptr": "*i64"}
-    # Which planes, whether the turned one is in squares, whether tokens fill tiles, whether
-    # features do not.
-    for rows, columns, square, even, ragged in (
-        (True, True, True, True, False),
-        (True, True, True, False, False),
-        (True, False, False, True, False),
-        (False, True, False, False, False),
-        (True, True, True, True, True),
-        (True, True, False, False, True),
+    # Which planes, whether the turned one is in squares, whether tokens fill tiles.
+    for rows, columns, square, even in (
+        (True, True, True, True),
+        (True, True, True, False),
+        (True, False, False, True),
+        (False, True, False, False),
     ):
         constants = {"rows": rows, "columns": columns, "square": square}
-        constants |= {"native": True, "even": even, "ragged": ragged}
+        constants |= {"native": True, "even": even}
         check(compiled(fp8_codes._quantise_kernel, constants, pointers), products=False)
-    # One matrix, and a list of tiles; both of partial tiles.
-    for listed, wide, ragged in (
-        (False, True, False),
-        (True, False, False),
-        (False, False, True),
-        (True, True, True),
-    ):
-        constants = {"listed": listed, "wide": wide}
+    for listed, wide in ((False, True), (True, False)):  # one matrix, and a list of tiles
+        constants = {"listed": listed, "wide": wide, "native": True}
         types = pointers | {"x_ptr": "*i64" if wide else "*i32"}
-        constants |= {"native": True, "ragged": ragged}
         check(compiled(fp8_codes._encode_kernel, constants, types), products=False)
     pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
-    for ragged in (False, True):
-        check(compiled(fp8_codes._turn_kernel, {"ragged": ragged}, pointers), products=False)
+    check(compiled(fp8_codes._turn_kernel, {}, pointers), products=False)

@@ -20,7 +20,6 @@ from shardwise.precision.fp8 import (
     Plane,
     decode,
     decode_reference,
-    empty_planes,
     encode,
     encode_reference,
 )
@@ -230,9 +229,6 @@ def test_planes_are_written_into_the_memory_given() -> None:
     assert all(mine is theirs for mine, theirs in zip(found, out, strict=True))
     for plane, fresh in zip(out, encode(x), strict=True):
         assert torch.equal(plane.codes, fresh.codes) and torch.equal(plane.scales, fresh.scales)
-    target = torch.full((64, 96), NAN, dtype=torch.bfloat16)
-    assert decode(out[0], out=target) is target
-    assert torch.equal(target, decode(encode(x)[0]))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -242,55 +238,10 @@ def test_no_rows_are_no_trouble(block: Block) -> None:
     assert decode(plane).shape == (0, 64)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_bytes_are_what_the_closed_form_says(block: Block) -> None:
-    (plane,) = empty_planes((64, 96), (block,), "cpu")
-    scales = {ROW: 64 * 3, COLUMN: 2 * 96}
-    assert plane.nbytes == 64 * 96 + scales[block]
-
-
-def test_memory_of_another_shape_is_not_written() -> None:
-    with pytest.raises(AssertionError, match=r"\[32, 64\]"):
-        encode(torch.zeros(64, 32), out=empty_planes((32, 64), (ROW, COLUMN), "cpu"))
-    with pytest.raises(ValueError, match="longer"):
-        encode(torch.zeros(32, 32), out=())
-    with pytest.raises(AssertionError):
-        decode(plane_of(torch.zeros(32, 32), ROW), out=torch.zeros(32, 64))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: encode(torch.zeros(2, 32, 32)), ["(2, 32, 32)", "2-D", "reshape"]),
-        (lambda: encode(torch.zeros(33, 63)), ["33 rows", "63 columns", "multiple of 32"]),
-        (lambda: encode(torch.zeros(32, 32, dtype=torch.uint8)), ["torch.uint8", "floating-point"]),
-        (lambda: encode(torch.zeros(32, 32), ((1, 16),)), ["(1, 16)", "(1, 32)"]),
-        (lambda: encode(torch.zeros(32, 32), (ROW, ROW)), ["at most once"]),
-        (lambda: empty_planes((32, 40), (ROW,), "cpu"), ["40 columns"]),
-        (
-            lambda: Plane(codes=torch.zeros(32, 64), scales=torch.zeros(64, 1).byte(), block=ROW),
-            ["codes are torch.float32", "uint8"],
-        ),
-        (
-            lambda: Plane(
-                codes=torch.zeros(32, 64).byte(), scales=torch.zeros(64, 1).byte(), block=ROW
-            ),
-            ["scales of shape (64, 1)", "expected (32, 2)"],
-        ),
-        (
-            lambda: Plane(
-                codes=torch.zeros(64, 32).byte().t(), scales=torch.zeros(32, 2).byte(), block=ROW
-            ),
-            ["not contiguous"],
-        ),
-    ],
-)
-def test_what_can_not_hold_is_refused_by_name(call: object, words: list[str]) -> None:
-    assert callable(call)
-    with pytest.raises(FP8Error) as caught:
-        call()
-    assert isinstance(caught.value, ValueError)
-    assert [word for word in words if word not in str(caught.value)] == []
+@pytest.mark.parametrize("shape", [(2, 32, 32), (33, 63), (32, 40)])
+def test_what_can_not_hold_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    with pytest.raises(FP8Error, match=str(shape[-2])):
+        encode(torch.zeros(shape))
 
 
 def test_the_reference_knows_its_own_numbers() -> None:

@@ -17,7 +17,7 @@ from shardwise.precision.fp8 import (
     ROW,
     Block,
     decode_reference,
-    empty_planes,
+    encode,
     encode_reference,
 )
 from tests.interpreter import INSIDE, inside
@@ -37,7 +37,7 @@ def guarded(like: Tensor) -> Tensor:
 
 def check(x: Tensor, blocks: tuple[Block, ...], strips: int = 4) -> None:
     tile = kernels.StripTile(strips=strips, warps=4)
-    planes = empty_planes(x.shape, blocks, "cpu")
+    planes = encode(x, blocks)
     by_block = {plane.block: (guarded(plane.codes), guarded(plane.scales)) for plane in planes}
     kernels.encode(x, by_block, native=False, tile=tile)
     for plane in planes:
