@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 TORCH = (2, 11)  # the oldest torch that is tested
 
 
@@ -57,7 +57,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"shardwise.{name}")
     api = importlib.import_module("shardwise.api")
     if not hasattr(api, name):
-        near = ", ".join(get_close_matches(name, api.__all__, cutoff=0.5))
+        moved = [f"shardwise.core.{name}"] if find_spec(f"shardwise.core.{name}") else []
+        near = ", ".join(moved or get_close_matches(name, api.__all__, cutoff=0.5))
         raise AttributeError(
             f"module 'shardwise' has no attribute {name!r}{near and f'; there are: {near}'}"
         )
