@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from shardwise.core import comm
 from shardwise.core.buffer import Buffer
 from shardwise.core.compat import plain_attributes
-from shardwise.core.cut import Rows
 from shardwise.core.layout import Layout
 from shardwise.core.memory import Block
 from shardwise.core.mesh import Ranks
@@ -344,11 +343,10 @@ class Group:
         parameter = self.sharded[index]
         with torch.no_grad():
             if not self.main.flat.is_meta:
-                parameter.copy_(_sharded(value))
+                parameter.copy_(value)
                 return
             if value.is_meta:
                 return
-            value = _sharded(value)
             home = torch.device("cpu") if self.offload else self.device
             loaded: Any = torch.empty_like(parameter, device=home).copy_(value)
             loaded.requires_grad_(parameter.requires_grad)
@@ -490,13 +488,3 @@ class Group:
                 self._kept[number].acquire()
                 self._kept[number].tensor.copy_(source.view(axis.size, length)[axis.rank])
         self._kept_axis, self._kept_from = axis, whole.made_from
-
-
-def _sharded(value: Any) -> Any:
-    """A value to load. Torch's ``distribute_tensor`` makes a plain DTensor of our placements,
-    whose local tensor is this rank's piece."""
-    if isinstance(value, torch.distributed.tensor.DTensor) and not isinstance(value, ShardedTensor):
-        rows = next((p for p in value.placements if isinstance(p, Rows)), None)
-        if rows is not None:
-            return ShardedTensor(value._local_tensor, rows.cut)
-    return value
