@@ -139,8 +139,6 @@ _Steps = tuple[list[Tensor] | None, list[tuple[list[tuple[Tensor, Tensor]], comm
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
-    label = ""  # the name of the unit, for messages
-
     def __init__(
         self,
         layout: Layout,
@@ -307,7 +305,6 @@ class Group:
                 f"library brings them to the device for each forward"
             )
         grads = [p.grad for p in self.sharded]
-        self.gradients.move(fn)
         self._move(moved.dtype, moved.device)
         self.main.flat.copy_(moved)
         for parameter, grad in zip(self.sharded, grads, strict=True):
