@@ -12,21 +12,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.core.layout import TENSOR, Item, plan
+from shardwise.core.layout import TENSOR, Item, Layout, plan
 from shardwise.core.placements import PARTIAL, REPLICATE, STRATEGIES
 from shardwise.core.placements import steps as steps_between
+from shardwise.planning.shard_map import strip
 from shardwise.shard import unit
 
 SHAPES = {"wq": (8, 16), "wk": (4, 16), "wv": (4, 16), "wo": (16, 8), "norm": (16,)}
 
 
+def picture(layout: Layout) -> str:
+    return "\n".join(f"shard {shard} {strip(layout, shard, 60)}" for shard in range(2))
+
+
 def rows_cut() -> str:
-    return plan([Item(name, shape) for name, shape in SHAPES.items()], 2).picture(60)
+    return picture(plan([Item(name, shape) for name, shape in SHAPES.items()], 2))
 
 
 def whole_matrices() -> str:
     items = [Item(name, shape, TENSOR) for name, shape in SHAPES.items() if len(shape) == 2]
-    return plan(items, 2).picture(60)
+    return picture(plan(items, 2))
 
 
 def stages() -> str:

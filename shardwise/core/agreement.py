@@ -84,15 +84,11 @@ def raise_together(
     same: str,
 ) -> None:
     """Raise on every rank the problems that any rank has, or an error where ``mine`` differs
-    between ranks.
+    between ranks: lines that say what this rank is about to do. ``what`` begins the message, and
+    ``same`` is ``mine`` in a few words, "wrap the same module".
 
     Every rank goes through every axis, whatever it finds: a rank that left early would make the
     others wait. There is one exchange over each axis, and a second one where ``mine`` differs.
-
-    Args:
-        what: the beginning of the message.
-        mine: what this rank is about to do, in lines that must be equal on all ranks.
-        same: ``mine`` in a few words, "wrap the same module".
     """
     found, digest = list(problems), sha256(repr(list(mine)).encode()).digest()
     for axis in axes:

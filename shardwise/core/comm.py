@@ -292,14 +292,6 @@ def _counted_only(
     return out.is_meta and axis.pretends and not _by_messages(axis, out)
 
 
-def _no_float8(operation: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        raise TypeError(
-            f"{operation} cannot add {tensor.dtype} values: no backend sums 8-bit floats; "
-            f"reduce in bfloat16 or float32"
-        )
-
-
 def _native(new: str, old: str) -> Callable[..., Any]:
     """torch 2.13 renamed two collectives; 2.11 has only the old names."""
     return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
@@ -347,7 +339,6 @@ def reduce_scatter(
     """``out`` = this rank's shard of the sum over ranks, divided by ``divisor`` if one is given.
     ``out`` may be this rank's part of ``full``; ``full`` is read until ``wait``."""
     assert full.numel() == out.numel() * axis.size and out.dtype == full.dtype
-    _no_float8("reduce_scatter", full)
     if axis.size == 1:
         if out.data_ptr() != full.data_ptr():
             out.copy_(full)
@@ -383,7 +374,6 @@ def reduce_parts(
     bits. ``source`` is read until ``wait``."""
     length = sizes[axis.rank]
     assert out.numel() == length and out.dtype == source.dtype
-    _no_float8("reduce_parts", source)
     if axis.size == 1:
         return reduce_scatter(out, source, axis, divisor=divisor)
     received = counted(source.new_empty(axis.size * length), "receive")
@@ -437,7 +427,6 @@ def all_reduce(
     tensor: Tensor, axis: Axis, op: ReduceName = "sum", *, divisor: float | None = None
 ) -> Pending:
     """``tensor`` = the sum (maximum, minimum) over ranks, in place, the same bits on all ranks."""
-    _no_float8("all_reduce", tensor)
     if axis.size == 1:
         if divisor not in (None, 1):
             tensor.div_(divisor)

@@ -38,7 +38,7 @@ from shardwise.core import comm
 from shardwise.core.compat import BEFORE_2_13, DTensorSpec, TensorMeta
 from shardwise.core.division import Division
 from shardwise.core.layout import Box, Layout, Shape
-from shardwise.core.mesh import PretendedMesh, Ranks
+from shardwise.core.mesh import Ranks
 from shardwise.core.placements import REPLICATE, SHARD, Placement
 from shardwise.core.tile import Tile
 
@@ -244,10 +244,6 @@ class Cut:
     def _divided(self) -> dict[Division, Cut]:
         return {}
 
-    def viewed(self, first: int, shape: tuple[int, ...]) -> Cut:
-        """The cut of a run of elements that begins at ``first``, as a tensor of ``shape``."""
-        return replace(self, layout=self.layout.window(self.index, first, shape), index=0)
-
     @cached_property
     def shard_index(self) -> int:
         """The number of this rank's part, among ``num_holders``."""
@@ -363,7 +359,7 @@ class Cut:
     def spec(self, dtype: torch.dtype) -> DTensorSpec | None:
         """The whole tensor as torch's DTensor describes it; None in a plan, which needs none."""
         spec = self._specs.get(dtype)
-        if spec is None and isinstance(self.mesh, PretendedMesh):
+        if spec is None and self.mesh.device_type == "meta":
             return None
         if spec is None:
             meta = TensorMeta(self.shape, self.stride, dtype)

@@ -218,12 +218,6 @@ class Layout:
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return View(low, high, offset, shape, strides)
 
-    def window(self, index: int, first: int, shape: Shape) -> Layout:
-        """A run of a parameter's elements as a parameter of another shape at the same address."""
-        item = Item(self.items[index].name, shape, ELEMENT)
-        start = self.starts[index] + first
-        return _Window((item,), self.num_shards, self.shard_size, (start,))
-
     def holders(self, index: int) -> range:
         """The shards that hold elements of a parameter."""
         start, numel = self.starts[index], self.items[index].numel
@@ -237,42 +231,6 @@ class Layout:
         row 3    c c . . .
         """
         return tuple(boxes_of(self.items[index].shape, lo, hi))
-
-    def picture(self, width: int = 72) -> str:
-        """One strip for each shard."""
-        digits = len(str(self.num_shards - 1))
-        shards = range(self.num_shards)
-        return "\n".join(f"shard {shard:>{digits}} {self.strip(shard, width)}" for shard in shards)
-
-    def strip(self, shard: int, width: int) -> str:
-        """A picture of one shard, to scale: names, rows, and dots for padding."""
-        cells = ["."] * width + ["|"]
-        for index, item in enumerate(self.items):
-            if shard not in self.holders(index):
-                continue
-            lo, hi = self.piece(index, shard)
-            base = self.starts[index] - shard * self.shard_size
-            left = (base + lo) * width // self.shard_size
-            length = (base + hi) * width // self.shard_size - left
-            words = f"| {item.name}{rows_text(item.shape, lo, hi)}"
-            cells[left : left + length] = words[:length].ljust(length)
-        return "".join(cells)
-
-
-def rows_text(shape: Shape, lo: int, hi: int) -> str:
-    """The rows (or elements) of a parameter that [lo, hi) is; nothing for the whole parameter."""
-    if hi - lo == prod(shape):
-        return ""
-    row = prod(shape[1:])
-    unit, word = (1, "elements") if lo % row or hi % row else (row, "rows")
-    return f" {word} {lo // unit}-{hi // unit - 1}"
-
-
-class _Window(Layout):
-    """A part of a planned layout, which may begin and end anywhere."""
-
-    def __post_init__(self) -> None:
-        """Check nothing: the layout that this is a part of was checked."""
 
 
 def boxes_of(shape: Shape, lo: int, hi: int) -> Iterator[Box]:

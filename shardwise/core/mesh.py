@@ -65,74 +65,6 @@ def init_mesh(
     return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
-class PretendedMesh(DeviceMesh):
-    """The mesh of a plan: a DeviceMesh as one rank sees it, without a process group and without
-    other ranks. It has the methods of a DeviceMesh that wrapping, parameters and buffers use.
-
-    ``backend``: "nccl" or "gloo": its axes count messages as this backend would send them.
-    """
-
-    device_type = "meta"
-    mesh_dim_names: tuple[str, ...] = ()
-    shape: tuple[int, ...] = ()
-    ndim: int = 0
-    __hash__ = object.__hash__
-
-    def __init__(
-        self, names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int], backend: str
-    ) -> None:
-        self.mesh_dim_names, self.shape = tuple(names), tuple(sizes)
-        self.ndim, self._coordinate, self._backend = len(names), tuple(coordinate), backend
-        self._axes = [
-            comm.Axis.pretended(name, size, place, backend)
-            for name, size, place in zip(names, sizes, coordinate, strict=True)
-        ]
-        self._parts: dict[tuple[str, ...], PretendedMesh] = {}
-
-    @staticmethod
-    def _concatenate(meshes: Sequence[PretendedMesh]) -> PretendedMesh:  # type: ignore[override]
-        """The axes of both meshes, the second mesh inside the first."""
-        first, second = meshes
-        return PretendedMesh(
-            first.mesh_dim_names + second.mesh_dim_names,
-            first.shape + second.shape,
-            first._coordinate + second._coordinate,
-            first._backend,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def _get_root_mesh(self) -> PretendedMesh:
-        return self
-
-    def size(self, axis: int | None = None) -> int:
-        return math.prod(self.shape) if axis is None else self.shape[axis]
-
-    def get_coordinate(self) -> tuple[int, ...]:
-        return self._coordinate
-
-    def get_group(self, axis: int = 0) -> comm.Axis:  # type: ignore[override]
-        """An Axis in place of a process group: ``comm`` takes either."""
-        return self._axes[axis]
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> PretendedMesh:
-        names = (names,) if isinstance(names, str) else names
-        if names not in self._parts:
-            chosen = [self.mesh_dim_names.index(name) for name in names]
-            sizes, places = ([x[i] for i in chosen] for x in (self.shape, self._coordinate))
-            self._parts[names] = PretendedMesh(names, sizes, places, self._backend)
-        return self._parts[names]
-
-    def _flatten(self, *_: Any) -> PretendedMesh:
-        """All axes as one; the inner axis counts fastest."""
-        name = "+".join(self.mesh_dim_names)
-        if (name,) not in self._parts:
-            rank = list(itertools.product(*map(range, self.shape))).index(self._coordinate)
-            self._parts[name,] = PretendedMesh([name], [self.size()], [rank], self._backend)
-        return self._parts[name,]
-
-
 @dataclass(frozen=True)
 class Ranks:
     """A mesh as one rank sees it: the axes, outer to inner, and the rank's place on each.
@@ -230,25 +162,11 @@ def _kept_on_root(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[Any, DeviceMesh]]:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel axes of a mesh. All axes of a mesh without a ``dp`` axis are data-parallel.
-    Two axes without names are as torch's FSDP2 has them: the outer replicates, the inner shards."""
+    """The data-parallel axes of a mesh. All axes of a mesh without a ``dp`` axis are."""
     names = mesh.mesh_dim_names
-    if names is None and mesh.ndim == len(DATA_AXES):
-        return _named(mesh)
     if names is None or "dp" not in names or set(names) <= set(DATA_AXES):
         return mesh
     return mesh[tuple(name for name in names if name in DATA_AXES)]
-
-
-def _named(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and groups with names, made once for each mesh."""
-    _, kept = _kept_on_root(mesh)
-    if DATA_AXES not in kept:
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        kept[DATA_AXES] = DeviceMesh.from_group(
-            groups, mesh.device_type, mesh.mesh, mesh_dim_names=DATA_AXES
-        )
-    return kept[DATA_AXES]
 
 
 def _join_process_group(device_type: str) -> None:

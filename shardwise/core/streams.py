@@ -11,7 +11,7 @@ lane, after that lane has waited for every other lane that read the block. So ``
 not needed, and the peak is the same in every run. On a CPU there is one lane and every method does
 nothing, so the calling code is the same for both.
 
-A :class:`Watcher` can draw this picture of a real step; see ``report/trace.py``.
+A watcher can draw this picture of a real step; see ``report/trace.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -174,36 +174,18 @@ def _labelled(name: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------ being watched
 
 
-class Watcher(Protocol):
-    """Notes when work begins and ends. A mark is a moment on the current lane."""
-
-    def mark(self) -> Any: ...
-
-    def begins(self, name: str) -> None:
-        """A phase with this label begins; :meth:`phase` is called when it is over."""
-
-    def phase(self, name: str, begin: Any, end: Any) -> None:
-        """A piece of the library's own work, with its label."""
-
-    def lane(self, lane: str, begin: Any, end: Any) -> None:
-        """Work on a lane other than compute."""
-
-    def stall(self, reason: str, begin: Any, end: Any) -> None:
-        """The compute lane waited."""
-
-    def flight(self, operation: str, axis: str, nbytes: int) -> Callable[[], None]:
-        """Messages are under way. The returned function is called when the last has arrived."""
+# It notes when work begins and ends (report/trace.py): ``begins(name)`` and ``phase(name, begin,
+# end)`` for the library's own work, ``lane`` for work on a lane other than compute, ``stall`` where
+# the compute lane waited, ``flight`` for messages under way, ``mark()`` for a moment on a lane.
+_watcher: Any = None
 
 
-_watcher: Watcher | None = None
-
-
-def watcher() -> Watcher | None:
+def watcher() -> Any:
     return _watcher
 
 
 @contextmanager
-def watch(watcher: Watcher) -> Iterator[None]:
+def watch(watcher: Any) -> Iterator[None]:
     """Call ``watcher`` while the context is open. There can be one watcher at a time."""
     global _watcher
     if _watcher is not None:
@@ -226,7 +208,6 @@ def _watched(
 ) -> Iterator[None]:
     """Report when the work inside began and ended, with marks on ``lane``."""
     watcher = _watcher
-    assert watcher is not None
     with lane:
         begin = watcher.mark()
         try:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.core.compat import BEFORE_2_13, GRAD, dispatch_first, make_wrapper, plain_attributes
 from shardwise.core.cut import Backing, Cut
@@ -119,22 +119,22 @@ class ShardedTensor(DTensor):
         )
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse methods of torch that use the address of the memory: this tensor has none."""
-        raise NotImplementedError(
+        """Refuse methods of torch that use the address of the memory: this tensor has none. (For
+        safetensors a NotImplementedError means that there is nothing to write.)"""
+        raise RuntimeError(
             f"'{self.cut.name}' is a shard, without memory for numpy, tolist, safetensors, DLPack, "
             f"apply_, map_ or share_memory_: use full_tensor() (collective; for a model "
             f"sw.full_state_dict(model)), or to_local() for this rank's piece"
         )
 
-    __dlpack__ = numpy = tolist = _refuse_memory
-    apply_ = map_ = map2_ = share_memory_ = _refuse_memory
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"'{self.cut.name}' is a shard, of which a part (a row) is a gathered copy: write the "
+            f"whole with copy_(values), alike on every rank"
+        )
 
-    def storage(self) -> NoReturn:
-        """Refuse, with an error that safetensors does not take for "nothing to write"."""
-        try:
-            self._refuse_memory()
-        except NotImplementedError as error:
-            raise RuntimeError(str(error)) from None
+    __dlpack__ = numpy = tolist = storage = _refuse_memory
+    apply_ = map_ = map2_ = share_memory_ = _refuse_memory
 
     def data_ptr(self) -> int:
         """The address of a parameter's piece: accelerate finds the parameter in an optimizer by it.
@@ -180,60 +180,36 @@ class ShardedTensor(DTensor):
 
     # ------------------------------------------------------------------ DTensor's methods
 
-    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+    def to_local(self) -> Tensor:  # type: ignore[override]
         """This rank's piece, aliased. No gradient flows through it.
 
         Writes to it outside of an optimizer's step are not counted: call ``sw.mark_written`` after
         them.
         """
-        if grad_placements is not None:
-            raise NotImplementedError(
-                f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
-            )
         if self.buffer is not None:
             self.buffer.await_readers()  # the caller may write
         return self._local_tensor
 
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+    def full_tensor(self) -> Tensor:  # type: ignore[override]
         """The whole tensor in new memory on every rank (collective over the axes that cut it).
 
         Gradients flow through it and are averaged over all ranks of the mesh (collective, in
         backward), as the gradients of a forward are.
         """
-        if grad_placements is not None:
-            raise NotImplementedError(
-                f"'{self.cut.name}': full_tensor(grad_placements=...): the gradient is always "
-                f"averaged over the ranks: leave grad_placements out"
-            )
         if torch.is_grad_enabled() and self.requires_grad:
             return _FullTensor.apply(self)  # type: ignore[no-untyped-call,no-any-return]
         with torch.no_grad():
             return self.cut.gather(self._local_tensor)
 
     def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Any] | None = None,
-        *,
-        async_op: bool = False,
-        forward_dtype: torch.dtype | None = None,
-        backward_dtype: torch.dtype | None = None,
+        self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any
     ) -> DTensor:
         """A plain DTensor made from the whole tensor, or this tensor for its own placements."""
-        mesh, wanted = self.device_mesh, tuple(placements or ())
-        plain = device_mesh in (None, mesh) and not (forward_dtype or backward_dtype)
-        if not wanted or not plain or any(placement.is_partial() for placement in wanted):
-            raise NotImplementedError(
-                f"'{self.cut.name}': redistribute to {placements} on {device_mesh or mesh} (dtypes "
-                f"{forward_dtype}, {backward_dtype}): only Replicate() and Shard() on the same "
-                f"mesh, in the same dtype; use full_tensor()"
-            )
-        if wanted == self.placements:
+        if tuple(placements or ()) == self.placements:
             return self
-        if wanted == (Replicate(),) * mesh.ndim:
-            return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-        full = self.full_tensor().detach()  # ``distribute_tensor`` passes no gradients on
-        return distribute_tensor(full, mesh, wanted, src_data_rank=None)
+        mesh, everywhere = self.device_mesh, (Replicate(),) * self.device_mesh.ndim
+        whole = DTensor.from_local(self.full_tensor(), mesh, everywhere, run_check=False)
+        return whole.redistribute(device_mesh, placements, **options)
 
     # ------------------------------------------------------------------ distributed checkpoints
 
@@ -283,10 +259,9 @@ class ShardedTensor(DTensor):
         for (offsets, _), view in zip(self.cut.boxes, self.cut.views(self.to_local()), strict=True):
             if index.offset in (None, offsets):
                 return view
-        begins = [list(offsets) for offsets, _ in self.cut.boxes]
         raise ValueError(
-            f"{index.fqn}: no piece of '{self.cut.name}' on this rank begins at {index.offset}, "
-            f"only at {begins}: the checkpoint plan was made for another layout"
+            f"{index.fqn}: no piece of '{self.cut.name}' begins at {index.offset} on this rank: "
+            f"the plan was made for another layout"
         )
 
 

@@ -3,14 +3,13 @@
 
     kind          examples                              what runs
     alias         detach, view of the same shape        the same local memory and buffer
-    view          view(-1), [3], chunk                  a run of elements, the same memory
     factory       zeros_like, new_empty                 on the local, same cut (NaN: to_empty)
     pointwise     add_, where, lerp, copy_              on the locals of one cut (else gathered)
     foreach       _foreach_addcmul_                     on lists of locals
     fused         _fused_adamw_                         the same, without empty locals
     reduction     linalg_vector_norm, sum               on the locals, then over the sharded axes
     random        uniform_, normal_                     all numbers on each rank, which keeps a part
-    the rest      t, std, sum(dim), matmul              on the gathered tensor, which is only read
+    the rest      t, [3], std, sum(dim), matmul         on the gathered tensor, which is only read
 
 Any other op that writes would be wrong on a piece, and is refused by name. The handler of an op is
 chosen once and not at each call: optimizers call ops for every parameter in every step.
@@ -35,16 +34,13 @@ from shardwise.core.tensor_whole import (
     gathered,
     norms,
     on_the_whole,
-    warn_gathered,
     whole,
     whole_value,
 )
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
-_ALIASES = {"detach", "alias", "expand", "view_as", "lift_fresh"}
-_VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
-_VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
+_ALIASES = {"detach", "alias", "expand", "view", "_unsafe_view", "reshape", "lift_fresh"}
 _FILLED = ("empty", "zeros", "ones", "full")
 _FACTORIES = {f"{filled}_like" for filled in _FILLED} | {f"new_{filled}" for filled in _FILLED}
 # Pointwise ops that torch does not tag as such, and ops that take operands as copy_ does.
@@ -86,7 +82,6 @@ class Operations:
         for names, handler in (
             (self.special, self.special.get(name)),
             (_ALIASES, self._alias),
-            (_VIEWS, partial(self._view, name)),
             (_FACTORIES, self._factory),
             ({"linalg_vector_norm", "norm"}, self._norm),
             (_VALUES, partial(self._value, name)),
@@ -134,16 +129,13 @@ class Operations:
         if type(operand) is self.kind:
             if cut is not None and cut.is_part_of(operand.cut):
                 return cut.within(operand.cut, operand._local_tensor)
-            why = f"it is cut in another way than '{operand.cut.name}' (if these are two models, "
-            why += "wrap both alike and freeze one after that; an optimizer whose matrices replicas"
-            why += " divide was built with sw.optimizer: build the next one so, too)"
             # A gradient would come back in such pieces; a write to a gathered copy would be lost.
             divided = cut is None or cut.division != operand.cut.division
             lost = _records(operand) or any(map(_is_written, func._schema.arguments[1:]))
             if not copies and (divided or lost):
+                why = f"it is cut in another way than '{operand.cut.name}' (two models are wrapped "
+                why += "alike; one optimizer divides matrices between replicas and one does not)"
                 _refuse_cut(func, cut or operand.cut, why)
-            if not copies:
-                warn_gathered(func, operand.cut.name, operand.device_mesh, why)
         operand = gathered(operand) if isinstance(operand, DTensor) else operand
         # The operand of masked_fill_ is one number, also where the tensor is a scalar.
         if cut is None or (not operand.ndim and func is torch.ops.aten.masked_fill_.Tensor):
@@ -254,32 +246,11 @@ class Operations:
     # ------------------------------------------------------------------ views, factories, numbers
 
     def _alias(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A view of the same shape shares the memory; any other is a gathered copy."""
         source = args[0]
         if len(args) > 1 and not _same_shape(args[1], source.cut):
-            self._refuse(func, args, kwargs)
-        return self.wrap(source._local_tensor, source.cut, source.buffer)
-
-    def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A view that keeps the elements in order: a piece is a run of elements, so the piece of
-        the view is a run too (empty on some ranks). Other views are gathered copies."""
-        source, cut = args[0], args[0].cut
-        if name in ("view", "_unsafe_view") and _same_shape(args[1], cut):
-            return self.wrap(source._local_tensor, cut, source.buffer)
-        like = torch.empty(cut.shape, dtype=source.dtype, device="meta")
-        runs = tree_flatten(func(like, *args[1:], **kwargs))[0]
-        kept = all(x.is_contiguous() and x.numel() and x.dtype == like.dtype for x in runs)
-        # In a tile, or where replicas divide a tensor, a rank's elements are no run of the whole.
-        if not kept or not cut.shape or cut.division is not None or cut.tile is not None:
             return self._gather([], func, args, kwargs)
-        views = []
-        for run in runs:
-            part = cut.viewed(run.storage_offset(), tuple(run.shape))
-            (low, high), begin = part.piece, cut.piece[0] - run.storage_offset()
-            local = source._local_tensor.new_empty(part.local_shape)
-            if low < high:
-                local = source._local_tensor.reshape(-1)[low - begin : high - begin]
-            views.append(self.wrap(local.view(part.local_shape), part, source.buffer))
-        return views if name in ("split", "split_with_sizes", "unbind") else views[0]
+        return self.wrap(source._local_tensor, source.cut, source.buffer)
 
     def _factory(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source, rest = args[0], list(args[1:])

@@ -12,14 +12,13 @@
 Partials travel in float64 (or int64): the square of a float32 norm is exact there, and
 half-precision partials would be rounded, or overflow, before they are combined.
 
-A gather is expensive, so each kind of operation that gathers warns once. Transposed and cut-out
-parts are copies here and views in torch: a write to such a copy does not reach the parameter.
+Transposed and cut-out parts are copies here and views in torch: a write to such a copy does not
+reach the parameter.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -33,9 +32,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from shardwise.core.compat import plain_attributes, tree_map_only
 from shardwise.core.cut import Cut, Op
-from shardwise.notices import warn_once
 
-logger = logging.getLogger(__name__)
 PAST_FORWARD = (
     "run it inside the forward of a wrapped module; a module that is called by itself needs "
     "fully_shard of its own, another method register_fsdp_forward_method"
@@ -90,11 +87,6 @@ def gathered(source: DTensor) -> Tensor:
         return source.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def warn_gathered(func: Any, name: str, mesh: Any, why: str) -> None:
-    text = "%s on '%s' gathers the whole tensor on every rank: %s"
-    warn_once(logger, text, func, name, why, about=f"{func} {why}", mesh=mesh)
-
-
 def on_the_whole(
     func: Any,
     cut: Cut,
@@ -113,11 +105,7 @@ def on_the_whole(
     if views and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # a view must be a normal tensor, as its base is
             return on_the_whole(func, cut, args, kwargs, outs, recorded)
-    mesh, why = cut.full_mesh, "it can't be computed on pieces"
-    if recorded:
-        why += "; to mix the result with a rank's own tensors (torch says 'mixed torch.Tensor and "
-        why += f"DTensor'), compute with full_tensor() instead, or {PAST_FORWARD}"
-    warn_gathered(func, cut.name, mesh, why)
+    mesh = cut.full_mesh
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
     fresh = {key: torch.empty_like(plain[1][key]) for key in targets}

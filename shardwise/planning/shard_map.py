@@ -13,7 +13,9 @@ different shares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from shardwise.core.layout import Layout, Shape
 from shardwise.planning.planned import Options, PlannedUnit
 
 MAX_ROWS = 8
@@ -71,6 +73,30 @@ def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) ->
                 if shard != before + 1:
                     lines.append(f"{'...':>{margin}}")
                 before = shard
-                lines.append(f"{label:>{margin}} {layout.strip(shard, width)}")
+                lines.append(f"{label:>{margin}} {strip(layout, shard, width)}")
             lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def strip(layout: Layout, shard: int, width: int) -> str:
+    """A picture of one shard, to scale: names, rows, and dots for padding."""
+    cells = ["."] * width + ["|"]
+    for index, item in enumerate(layout.items):
+        if shard not in layout.holders(index):
+            continue
+        lo, hi = layout.piece(index, shard)
+        base = layout.starts[index] - shard * layout.shard_size
+        left = (base + lo) * width // layout.shard_size
+        length = (base + hi) * width // layout.shard_size - left
+        words = f"| {item.name}{_rows_text(item.shape, lo, hi)}"
+        cells[left : left + length] = words[:length].ljust(length)
+    return "".join(cells)
+
+
+def _rows_text(shape: Shape, lo: int, hi: int) -> str:
+    """The rows (or elements) of a parameter that [lo, hi) is; nothing for the whole parameter."""
+    if hi - lo == prod(shape):
+        return ""
+    row = prod(shape[1:])
+    unit, word = (1, "elements") if lo % row or hi % row else (row, "rows")
+    return f" {word} {lo // unit}-{hi // unit - 1}"

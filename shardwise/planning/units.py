@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import Axis
-from shardwise.core.mesh import PretendedMesh, Ranks
+from shardwise.core.mesh import Ranks
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.planning.planned import Options
+from shardwise.planning.pretended import PretendedMesh
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.found import UNEVEN, Found, find_parameters, spread_linear
 from shardwise.shard.fully_shard import fully_shard

@@ -42,7 +42,7 @@ Profile = dict[str, Any]
 
 
 class _Recording:
-    """A :class:`shardwise.core.streams.Watcher` that records everything."""
+    """What ``streams.watch`` calls: it records everything."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = streams.Clock(device)

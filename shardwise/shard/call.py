@@ -10,9 +10,7 @@ whose inputs need no gradient has no gate, and stays open to the end of the back
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core import comm
-from shardwise.core.compat import next_number, run_first, tree_flatten, tree_map
+from shardwise.core.compat import next_number, run_first, tree_flatten, tree_map_only
 
 
 class Call:
@@ -92,10 +90,6 @@ class _Gate(torch.autograd.Function):
         return tuple(map(comm.arrived, inputs))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit = ctx.call.unit()
         if unit is not None:
@@ -104,35 +98,15 @@ class _Gate(torch.autograd.Function):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in an argument or a result: in containers that pytree knows, and dataclasses."""
+    """The tensors in an argument or a result, in all containers that torch's pytree knows."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, each.name, None) for each in fields(leaf)])
-    return found
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The value with all its tensors changed, in new containers."""
-    if isinstance(value, Tensor):
-        return change(value)
-    return tree_map(partial(_changed, change), value)
-
-
-def _changed(change: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return change(leaf)
-    if not is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    made = copy.copy(leaf)
-    for each in fields(leaf):
-        if hasattr(leaf, each.name):
-            object.__setattr__(made, each.name, map_tensors(change, getattr(leaf, each.name)))
-    return made
+    return change(value) if isinstance(value, Tensor) else tree_map_only(Tensor, change, value)
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:

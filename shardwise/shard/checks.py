@@ -91,14 +91,7 @@ def wrapping_problems(job: Wrapping) -> list[str]:
 
 def _module_problems(roots: Sequence[nn.Module]) -> list[str]:
     problems = [] if roots else ["an empty list of modules"]
-    if torch.is_inference_mode_enabled():
-        problems.append(
-            "a module that is wrapped under torch.inference_mode() cannot be trained: build and "
-            "wrap the model outside, or use torch.no_grad()"
-        )
     for module in roots:
-        if isinstance(module, GroupedLinear):
-            problems.append("a GroupedLinear is not called: wrap the GroupedMLP that it belongs to")
         bare = type(module).forward is nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
             problems.append(
@@ -116,11 +109,6 @@ def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
         return (
             f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
             f"both modules in one call with a list, or leave both to the root"
-        )
-    if is_dtensor and any(isinstance(module, GroupedLinear) for module in f.modules):
-        return (
-            f"'{f.name}' holds experts and is a DTensor over {parameter.device_mesh}: experts are "
-            f"spread over ranks (MixtureOfExperts.spread), not cut by parallelize_module"
         )
     if is_dtensor and (problem := tile_problem(f.name, parameter, mesh)) is not None:
         return problem
@@ -185,8 +173,8 @@ def mesh_problems(
             f"{names or ''} has {len(sizes)}: use zero(0..3) on one axis, hsdp() or hfsdp() on "
             f"two, or Placements with {len(sizes)} entries each"
         )
-    if len(sizes) > 2 and names is None:
-        problems.append("a mesh of more than two axes needs mesh_dim_names")
+    if len(sizes) > 1 and names is None:
+        problems.append("a mesh of several axes needs mesh_dim_names")
     return problems
 
 

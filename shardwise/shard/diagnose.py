@@ -97,7 +97,6 @@ def describe(model: nn.Module) -> str:
                     f"    {names.get(id(parameter), item.name)} {list(item.shape)}{whole} by "
                     f"{item.grain}: elements {low} to {high} here{frozen}"
                 )
-            lines += ["    | " + row for row in layout.picture().splitlines()]
     return "\n".join(lines)
 
 

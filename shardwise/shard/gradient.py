@@ -38,7 +38,7 @@ from shardwise.core.memory import TracePool, counted
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import PARTIAL, SHARD, Placement, Placements, steps
 from shardwise.core.streams import LaneName
-from shardwise.core.tensor import UNREDUCED, ShardedTensor, over_piece
+from shardwise.core.tensor import ShardedTensor, over_piece
 from shardwise.shard.flow import Flow
 
 
@@ -78,7 +78,6 @@ class Gradients:
         # By parameter: whether a gradient came since the last time that they were published.
         self._seen = [False] * len(layout.items)
         self._waiting: Tensor | None = None
-        self._stamp = 0  # how often main had been written when gradients began to wait
         self._in_flight = False
         self._nodes: dict[int, Any] = {}
         self._shares_of: Any = None  # the divisions for which these were planned
@@ -106,8 +105,7 @@ class Gradients:
         pin: bool,
     ) -> None:
         """Take over the tensors of a group, which may be new after a move."""
-        self.main, self._stamp = main, main.writes
-        self.sharded, self.unsharded = sharded, unsharded
+        self.main, self.sharded, self.unsharded = main, sharded, unsharded
         self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
         # Whether nothing is scattered or cast: then ``_flat`` becomes ``.grad`` in place.
         alike = (wire_dtype, device) == (main.dtype, main.flat.device)
@@ -116,13 +114,6 @@ class Gradients:
         for index, leaf in enumerate(unsharded):
             leaf._gradients, leaf._index = me, index
         self.listen()
-
-    def move(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Let gradients of earlier microbatches follow the parameters (``module.to(...)``)."""
-        if self._flat is not None:
-            self._take(counted(fn(self._flat), "grad_accumulator"))
-        if self._waiting is not None:
-            self._waiting = counted(fn(self._waiting), "grad_accumulator")
 
     def name(self, index: int) -> str:
         return self.layout.items[index].name
@@ -219,16 +210,6 @@ class Gradients:
         waits = self._waiting is not None and not self._in_flight
         return self._flat is not None or waits or self.has_unpacked
 
-    def check_waiting(self) -> None:
-        """Raise if main was written while microbatches wait."""
-        waits = self._flat is not None or self._waiting is not None
-        if waits and self._stamp != self.main.writes:
-            raise RuntimeError(
-                f"the main weights of '{self.name(0)}' and others changed while their gradients "
-                f"waited to be reduced: the optimizer stepped before the last microbatch. "
-                f"{UNREDUCED}"
-            )
-
     @torch.no_grad()
     def reduce(self, flow: Flow) -> None:
         """Pack, and bring gradients as far as this microbatch asks for."""
@@ -236,7 +217,6 @@ class Gradients:
         flow.drain(0 if self._in_flight else flow.max_reductions - 1)
         main = self.main
         self._pack()
-        self._stamp = main.writes
         if not self._to_main:
             main.waiting = {index for index, seen in enumerate(self._seen) if seen}
         if self._keep:

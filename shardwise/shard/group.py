@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from shardwise.core import comm
 from shardwise.core.buffer import Buffer
 from shardwise.core.compat import plain_attributes
-from shardwise.core.cut import Rows
 from shardwise.core.layout import Layout
 from shardwise.core.memory import Block
 from shardwise.core.mesh import Ranks
@@ -139,8 +138,6 @@ _Steps = tuple[list[Tensor] | None, list[tuple[list[tuple[Tensor, Tensor]], comm
 
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
-
-    label = ""  # the name of the unit, for messages
 
     def __init__(
         self,
@@ -308,7 +305,6 @@ class Group:
                 f"library brings them to the device for each forward"
             )
         grads = [p.grad for p in self.sharded]
-        self.gradients.move(fn)
         self._move(moved.dtype, moved.device)
         self.main.flat.copy_(moved)
         for parameter, grad in zip(self.sharded, grads, strict=True):
@@ -344,11 +340,10 @@ class Group:
         parameter = self.sharded[index]
         with torch.no_grad():
             if not self.main.flat.is_meta:
-                parameter.copy_(_sharded(value))
+                parameter.copy_(value)
                 return
             if value.is_meta:
                 return
-            value = _sharded(value)
             home = torch.device("cpu") if self.offload else self.device
             loaded: Any = torch.empty_like(parameter, device=home).copy_(value)
             loaded.requires_grad_(parameter.requires_grad)
@@ -490,13 +485,3 @@ class Group:
                 self._kept[number].acquire()
                 self._kept[number].tensor.copy_(source.view(axis.size, length)[axis.rank])
         self._kept_axis, self._kept_from = axis, whole.made_from
-
-
-def _sharded(value: Any) -> Any:
-    """A value to load. Torch's ``distribute_tensor`` makes a plain DTensor of our placements,
-    whose local tensor is this rank's piece."""
-    if isinstance(value, torch.distributed.tensor.DTensor) and not isinstance(value, ShardedTensor):
-        rows = next((p for p in value.placements if isinstance(p, Rows)), None)
-        if rows is not None:
-            return ShardedTensor(value._local_tensor, rows.cut)
-    return value

@@ -69,7 +69,7 @@ class Model(Flow):
             inner.model = model
             inner.name = name or type(root).__name__.removeprefix("FSDP")
             for group in inner.groups:
-                group.label, group.awaited = inner.name, None
+                group.awaited = None
                 group.gradients.pool = model.pool
                 model.offloads = model.offloads or group.offload
                 group.sync_initial_values()

@@ -8,7 +8,7 @@ spread over ranks: it would save one rank's experts for all (``sw.save`` stores 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,11 +104,8 @@ def _gather_experts(
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load whole main weights. Every rank passes all values and keeps its pieces, without
-    communication.
-
-    The optimizer continues from the loaded weights. All keys may have one more prefix than the
-    names in the model (``module.``, ``model.``), and experts may be in the other layout.
-    """
+    communication. The optimizer continues from the loaded weights. Experts may be in the other
+    layout."""
     names = set(model.state_dict())
     for path, module in model.named_modules():
         if isinstance(module, GroupedLinear):  # experts of any rank, in either layout
@@ -116,22 +113,5 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             for name in module.layouts:
                 names |= {f"{stem}{name}", *indexed_keys(stem, name, module.total_experts)}
     in_model = {clean(name): name for name in names}
-    state = {clean(key): value for key, value in state.items()}
-    prefix = _prefix_of(state, in_model)
-    short = {key.removeprefix(prefix): value for key, value in state.items()}
-    values = {in_model.get(key, key): value for key, value in short.items()}
+    values = {in_model.get(clean(key), key): value for key, value in state.items()}
     return model.load_state_dict(values, strict=strict)
-
-
-def _prefix_of(state: Mapping[str, Any], names: Container[str]) -> str:
-    """The prefix that every key has before a name of the model; "" if there is none, or if there
-    are several. Loading then reports the missing keys."""
-    prefixes = set()
-    for key in state:
-        parts = key.split(".")
-        suffixes = (".".join(parts[first:]) for first in range(len(parts)))
-        name = next((suffix for suffix in suffixes if suffix in names), None)
-        if name is not None:
-            prefixes.add(key.removesuffix(name))
-    prefix = prefixes.pop() if len(prefixes) == 1 else ""
-    return prefix if all(key.startswith(prefix) for key in state) else ""

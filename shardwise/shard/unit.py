@@ -88,8 +88,6 @@ class Unit:
         # a list this forgives calls that come or stay away.
         self.follower: weakref.ref[Unit] | None = None
         self.predecessor: weakref.ref[Unit] | None = None
-        for group in self.groups:
-            group.label = name
         self.connect()
 
     def connect(self) -> None:
@@ -188,7 +186,6 @@ class Unit:
                 group.adopt()
                 self.connect()
             group.follow_trainability()
-            group.gradients.check_waiting()
 
     # ------------------------------------------------------------------ whole weights
 

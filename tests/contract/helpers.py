@@ -8,16 +8,22 @@ The truth is one process that runs every rank's microbatch and averages:
     loss(sharded, rank).backward()                 on every rank
     average_gradients(plain, loss, world_size)     sum over ranks / world_size
     assert_gradients_equal(sharded, plain)         check_backward: these three
+
+``@on("zero0", "zero3", make=Net)`` makes a test of a function of one :class:`Trial`: the wrapped
+model and the same plain, on every rank of each strategy.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,10 +34,12 @@ import shardwise as sw
 from shardwise.shard.module import unit_of
 from tests.models import STRATEGIES as STRATEGIES
 from tests.models import ranks_for as ranks_for
+from tests.ranks import on_ranks
 
 # They differ in when weights are gathered and released. zero2 differs from zero1 in what waits
 # between microbatches, hsdp from zero3 in an outer reduction: tests of these run all strategies.
 MAIN_STRATEGIES = ("zero0", "zero1", "zero3", "hfsdp")
+WITH_BUCKETS = ("zero0", "zero3", "hfsdp", "data_parallel")
 WIDTH, WORDS = 10, 17
 Loss = Callable[[Any, int], Tensor]
 
@@ -213,6 +221,88 @@ def assert_at_rest(model: nn.Module, before: dict[str, int]) -> None:
     gathered = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
     assert not gathered, f"not at rest: {gathered}"
     assert transient_bytes() == before, (transient_bytes(), before)
+
+
+# ------------------------------------------------------------------------------ trials
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@dataclass
+class Trial:
+    """A wrapped model and the same plain, as one rank sees them."""
+
+    net: Any
+    plain: Any
+    rank: int
+    world_size: int
+    before: dict[str, int]
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        return self.net, self.plain
+
+    def add(self, loss: Any = word_loss, *args: Any) -> None:
+        """One backward on both sides."""
+        loss(self.net, self.rank, *args).backward()
+        average_gradients(self.plain, lambda m, each: loss(m, each, *args), self.world_size)
+
+    def equal(self, tolerance: float = 1e-5) -> int:
+        """Equal gradients, and nothing gathered is left; how many gradients there are."""
+        compared = assert_gradients_equal(self.net, self.plain, tolerance)
+        assert_at_rest(self.net, self.before)
+        return compared
+
+    def backward(self, loss: Any = word_loss, *args: Any, tolerance: float = 1e-5) -> int:
+        self.add(loss, *args)
+        return self.equal(tolerance)
+
+    def zero_grad(self) -> None:
+        for model in self.both:
+            model.zero_grad()
+
+    def train(
+        self, loss: Any = word_loss, steps: int = 2, make: Any = sgd, tolerance: float = 1e-5
+    ) -> None:
+        """Gradients in each step, and weights at the end, are those of plain torch."""
+        optimizers = [make(model) for model in self.both]
+        for step in range(steps):
+            self.backward(loss, step, tolerance=tolerance)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_parameters_equal(self.net, self.plain, tolerance)
+
+
+def trial(
+    rank: int, world_size: int, strategy: str, make: Callable[[], Any] = Net, **options: Any
+) -> Trial:
+    net, plain = pair(make)
+    wrap(net, world_size, strategy, **options)
+    return Trial(net, plain, rank, world_size, transient_bytes())
+
+
+def on(*strategies: str, make: Callable[[], Any] = Net, **options: Any) -> Any:
+    """Make a test of a function of a trial (and of the test's other parameters)."""
+
+    def decorate(function: Any) -> Any:
+        def run(rank: int, world_size: int, strategy: str, *values: Any) -> None:
+            function(trial(rank, world_size, strategy, make, **options), *values)
+
+        _, *others = inspect.signature(function).parameters.values()
+        *known, _ = inspect.signature(run).parameters.values()
+        run.__signature__ = inspect.Signature([*known, *others])  # type: ignore[attr-defined]
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(run, name, getattr(function, name))
+        return pytest.mark.parametrize("strategy", strategies)(on_ranks(ranks_for)(run))
+
+    return decorate
 
 
 def raised(call: Callable[[], Any], kind: type[BaseException]) -> str:

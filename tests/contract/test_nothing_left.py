@@ -16,16 +16,14 @@ import shardwise as sw
 from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,
-    assert_at_rest,
-    assert_gradients_equal,
-    check_backward,
+    Trial,
     options_for,
     pair,
     ranks_for,
     transient_bytes,
+    trial,
     vector_loss,
     vectors,
-    wrap,
 )
 from tests.ranks import on_ranks, run_ranks
 
@@ -107,18 +105,14 @@ def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
         case = f"{kinds} in order {order}"
         net, plain = pair(lambda kinds=kinds, order=order: Mixed(kinds, order))
         wrap_parts(net, options)
-        before = transient_bytes()
+        t = Trial(net, plain, rank, world_size, transient_bytes())
         for _ in range(2):
-            vector_loss(net, rank).backward()
-            for each in range(world_size):
-                (vector_loss(plain, each) / world_size).backward()
             try:
-                compared += assert_gradients_equal(net, plain)
-                assert_at_rest(net, before)
+                compared += t.backward(vector_loss)
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
-            net.zero_grad()
-            plain.zero_grad()
+            t.zero_grad()
+        del t, net
     return compared
 
 
@@ -154,12 +148,9 @@ class Recomputed(nn.Module):
 def test_reentrant_checkpoints_around_all_that_is_trained(
     rank: int, world_size: int, strategy: str, frozen: bool
 ) -> None:
-    net, plain = pair(lambda: Recomputed(frozen))
-    wrap(net, world_size, strategy)
-    before = transient_bytes()
+    t = trial(rank, world_size, strategy, lambda: Recomputed(frozen))
     for _ in range(2):
-        assert check_backward(net, plain, vector_loss, rank, world_size) == 4
-        assert_at_rest(net, before)
+        assert t.backward(vector_loss) == 4
     x = vectors(rank).requires_grad_()
-    torch.autograd.grad(net.blocks[0](x).sum(), x)  # for chosen inputs: no gradient of a weight
-    assert assert_gradients_equal(net, plain) == 4
+    torch.autograd.grad(t.net.blocks[0](x).sum(), x)  # for chosen inputs: no gradient of a weight
+    assert t.equal() == 4

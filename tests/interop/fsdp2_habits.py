@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.contract.helpers import assert_close, full, raised
@@ -87,12 +86,6 @@ def placement(shard: Any) -> None:
 def placement_uneven(shard: Any) -> None:
     net = nn.Linear(7, 5)
     shard(net, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-
-
-@case("8 a 2-D mesh without names", torch_fails="mesh_dim_names")
-def unnamed_mesh(shard: Any) -> None:
-    net, plain = both(shard, mesh=init_device_mesh(device_type(), (1, 2)))
-    trains(net, plain)
 
 
 @case("8 clip_grad_norm_ returns what has full_tensor()")
@@ -214,16 +207,6 @@ def inits(shard: Any) -> None:
             torch.manual_seed(5)
             fill(model.embed.weight)
         assert_close(full(net.embed.weight.detach()), plain.embed.weight.detach(), "embed.weight")
-
-
-@case("habit: writing to a row", torch_fails="sharding strategy|got mixed")
-def write_rows(shard: Any) -> None:
-    net, plain = both(shard)
-    for model in (net, plain):
-        with torch.no_grad():
-            model.embed.weight[3] = 7.0
-            model.embed.weight[5:7] = torch.ones(2, 8)
-    assert_same(net, plain)
 
 
 @case("habit: state dict surgery")

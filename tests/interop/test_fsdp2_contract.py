@@ -173,15 +173,6 @@ def meta_reset(shard: Any) -> None:
     step(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-@case("5 meta: reset_parameters zeroes the padding row", torch_fails="padding row is not zero")
-def meta_padding(shard: Any) -> None:
-    net = meta_net(shard)
-    net.to_empty(device=device_type())
-    net.embed.reset_parameters()
-    assert not full(net.embed.weight.detach())[0].any(), "the padding row is not zero"
-    assert full(net.embed.weight.detach())[1:].all()
-
-
 def full_values() -> tuple[Net, dict[str, Tensor]]:
     torch.manual_seed(7)
     plain = Net()

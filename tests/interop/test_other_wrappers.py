@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import (
@@ -21,7 +20,7 @@ from torch.optim.swa_utils import (
 
 import shardwise as sw
 from tests.contract.helpers import raised
-from tests.models import ZERO, Layer, Model, loss_of, make_model, mesh_of, shard_model, tokens
+from tests.models import ZERO, Model, loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import on_ranks
 
 AVERAGES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -102,25 +101,6 @@ def test_ddp_inside_is_refused(rank: int, world_size: int) -> None:
     loss_of(plain, tokens(0)).backward()
     for ours, theirs in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def layers(wrapped: bool, world_size: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    made = nn.Sequential(Layer(6), Layer(6))
-    for module in (*made, made) if wrapped else ():
-        sw.fully_shard(module, mesh=mesh_of(world_size))
-    return made
-
-
-@on_ranks(2)
-def test_forward_mode_derivatives(rank: int, world_size: int) -> None:
-    x = torch.linspace(-1, 1, 18).view(3, 6)
-    found = []
-    for wrapped in (True, False):
-        model = layers(wrapped, world_size)
-        with forward_ad.dual_level():
-            found.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent)
-    assert torch.equal(*found)
 
 
 @on_ranks(2)

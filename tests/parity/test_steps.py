@@ -108,24 +108,6 @@ def test_a_factor_holds_for_the_unit_it_was_given_to(rank: int, world_size: int)
             models[0].set_gradient_divide_factor(factor)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
-@on_ranks(2)
-def test_a_step_before_the_last_microbatch_is_refused(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    """Weights that change while gradients wait would mix two steps: every rank is told."""
-    model = shard_model(
-        make_model(depth=2), STRATEGIES[strategy], mesh_for(STRATEGIES[strategy], world_size)
-    )
-    model.set_requires_gradient_sync(False)
-    loss_of(model, tokens(0, 0, rank, world_size)).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    with pytest.raises(RuntimeError, match="before the last microbatch"):
-        loss_of(model, tokens(0, 1, rank, world_size))
-
-
 # ------------------------------------------------------------------------------ clipping
 
 

@@ -30,6 +30,7 @@ from shardwise.core.layout import (
     rows,
     tensor_fraction,
 )
+from shardwise.planning.shard_map import strip
 
 GRAINS = [ELEMENT, ROW, rows(4), rows(32), TENSOR, tensor_fraction(2), tensor_fraction(3)]
 dims = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 33, 64, 96, 101]))
@@ -145,10 +146,10 @@ def test_the_picture_in_the_docstring() -> None:
     assert (layout.shard_size, layout.starts, layout.padding) == (192, (0, 256, 512), 0)
     assert [layout.piece(1, r) for r in range(3)] == [(0, 0), (0, 128), (128, 256)]
     assert layout.piece(0, 0, 2) == (0, 256)
-    assert layout.picture(width=36).splitlines() == [
-        "shard 0 | wq rows 0-2                       |",
-        "shard 1 | wq rows 3-| wk rows 0-1           |",
-        "shard 2 | wk rows 2-3           | wo        |",
+    assert [strip(layout, shard, 36) for shard in range(3)] == [
+        "| wq rows 0-2                       |",
+        "| wq rows 3-| wk rows 0-1           |",
+        "| wk rows 2-3           | wo        |",
     ]
 
 

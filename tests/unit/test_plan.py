@@ -17,7 +17,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.core import layout
 from shardwise.core.memory import Block as Memory
-from shardwise.core.mesh import PretendedMesh
 from shardwise.kernels.polynomials import cost
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
@@ -26,6 +25,7 @@ from shardwise.optim.storage import Sharding
 from shardwise.planning.orthogonalisation import by_rank
 from shardwise.planning.plan import plan
 from shardwise.planning.planned import Mesh, strategy_name
+from shardwise.planning.pretended import PretendedMesh
 from shardwise.planning.shard_map import map_text
 from shardwise.shard import fully_shard as wrapping
 from shardwise.words import count_text, parse_size, size_text

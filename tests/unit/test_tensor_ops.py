@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise.core import tensor as tensor_module
 from shardwise.core.layout import ROW, TENSOR, Item, plan
@@ -246,7 +246,7 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         tensor.tolist,
         lambda: numpy.asarray(tensor),
     ):
-        with pytest.raises(NotImplementedError, match="'wide'"):
+        with pytest.raises(RuntimeError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")
     with pytest.raises(RuntimeError, match=r"'wide'.*sw.full_state_dict\(model\)"):
         safetensors.torch.save({"wide": tensor})
@@ -263,10 +263,6 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
     check(scalar.masked_fill_(torch.tensor(True), torch.tensor(2.0)), torch.tensor(2.0))
     with pytest.raises(NotImplementedError, match="one rank's piece"):
         torch.save(tensor, io.BytesIO())
-    with pytest.raises(NotImplementedError, match="grad_placements"):
-        tensor.full_tensor(grad_placements=[Replicate()])
-    with pytest.raises(NotImplementedError, match="redistribute"):
-        tensor.redistribute(placements=[Partial()])
     assert "'wide'" in repr(tensor) and len(repr(tensor)) < 200
 
 
@@ -302,16 +298,13 @@ def check_reads(rank: int, world_size: int, *case: Any) -> None:
     tensor.t().clone().zero_()
     check(tensor, full)
     rows = torch.tensor([1, 3])
-    for number, key in enumerate([0, (2, 3), slice(2, 5)]):
-        tensor[key] = full[key] = float(number)
-        check(tensor, full)
+    for key in (0, (2, 3), slice(2, 5), rows):
+        with pytest.raises(NotImplementedError, match="'wide'"):
+            tensor[key] = 1.0
     # What autograd records does not mix with a rank's activations: their gradients would be lost.
     leaf = nn.Parameter(tensor)
     with pytest.raises(RuntimeError, match="mixed"):
         plain.t() @ leaf.t()
-    for key in (0, (slice(None), 0), rows):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            leaf[key] = 1.0
     leaf.std().backward()
     wanted = nn.Parameter(full.clone())
     wanted.std().backward()
@@ -327,39 +320,6 @@ def full_of(value: Any) -> Any:
 @pytest.mark.parametrize("case", SOME_CASES, ids=str)
 def test_reads_that_need_the_whole_gather_it(case: tuple[Any, ...]) -> None:
     run_case(check_reads, case)
-
-
-def check_views(rank: int, world_size: int, *case: Any) -> None:
-    """Views that keep the order of elements share memory: what is written to one is in both."""
-    world = World(*case)
-    views: list[Callable[[Any], Any]] = [
-        lambda t: t.view(-1),
-        lambda t: t.flatten()[5:40],
-        lambda t: t[3],
-        lambda t: t[-1, 2],
-        lambda t: t[2:5],
-        lambda t: t[2:5].reshape(13, 3),
-        lambda t: t.unsqueeze(0).squeeze(0),
-        lambda t: t.chunk(2)[1],
-        lambda t: t.split([3, 4])[1],
-        lambda t: t.unbind()[6],
-    ]
-    for number, view in enumerate(views):
-        full = full_tensors()["wide"].clone()
-        tensor = world.tensors(full_tensors())["wide"]
-        for one in (tensor, full):
-            view(one).mul_(3).add_(1)
-        check(tensor, full)
-        torch.testing.assert_close(view(tensor).full_tensor(), view(full), msg=str(number))
-    tensor, full = world.tensors(full_tensors())["wide"], full_tensors()["wide"].clone()
-    for one in (tensor, full):
-        one[2], one[4:6], one[0, 3] = 7.0, torch.ones(2, 13), 5.0
-    check(tensor, full)
-
-
-@pytest.mark.parametrize("case", SOME_CASES, ids=str)
-def test_views_share_the_memory(case: tuple[Any, ...]) -> None:
-    run_case(check_views, case)
 
 
 def check_init(rank: int, world_size: int, *case: Any) -> None:
