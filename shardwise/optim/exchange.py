@@ -43,7 +43,7 @@ class Span:
     """A run of elements of a parameter that this rank stores, and that one round exchanges."""
 
     parameter: int
-    begin: int  # counted from the beginning of this rank's part of the parameter
+    begin: int  # elements [begin, end) of the parameter
     end: int
     matrix: int  # the first of its matrices, which have one shape
 
@@ -146,12 +146,6 @@ class Exchange:
             for key, pieces in pieces_of.items()
         }
         self.stored = [stored[id(matrix.pieces)] for matrix in self.matrices]
-        self.begins: dict[int, int] = {}  # by parameter: the first element that this rank stores
-        for matrix, parts in zip(self.matrices, self.stored, strict=True):
-            for lo, _ in parts:
-                self.begins.setdefault(matrix.parameter, matrix.start + lo)
-        # By matrix: its start, counted from the beginning of this rank's part of the parameter.
-        self.offsets = [m.start - self.begins.get(m.parameter, 0) for m in self.matrices]
         self.excluded: frozenset[int] = frozenset()  # local matrices that the caller computes
         self.lanes = Lanes(device)
 
@@ -216,8 +210,8 @@ class Exchange:
         )
 
     def _span(self, index: int, lo: int, hi: int) -> Span:
-        offset = self.offsets[index]
-        return Span(self.matrices[index].parameter, offset + lo, offset + hi, index)
+        matrix = self.matrices[index]
+        return Span(matrix.parameter, matrix.start + lo, matrix.start + hi, index)
 
     def _spans(self, parts: Sequence[Part]) -> list[Span]:
         """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose

@@ -18,14 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.core.tensor import ShardedTensor
 from shardwise.kernels.polynomials import DEFAULT, cost, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
+from shardwise.optim.routing import Route
+from shardwise.optim.split import Split
+from shardwise.optim.storage import sharding_of
 
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by state: its shape and dtype
@@ -122,3 +127,36 @@ class Rule:
         """All three hooks for matrices that this rank owns and stores whole, by kernels, as many at
         a time as ``most_bytes`` of memory allow."""
         raise NotImplementedError
+
+
+@dataclass(eq=False)
+class MatrixParameter:
+    """One parameter of a matrix optimizer: a matrix, or several."""
+
+    name: str
+    parameter: Tensor
+    route: Route
+    group: dict[str, Any]  # the parameter group of the optimizer
+    rule: Rule
+
+    @cached_property
+    def split_here(self) -> tuple[Split | None, bool]:
+        """The split of this rank's block (without tensor parallelism, of the parameter), and
+        whether the matrices in it are whole."""
+        sharding, split = sharding_of(self.parameter), self.route.split
+        if split is None or not any(sharding.blocked):
+            return split, not any(sharding.blocked)
+        count, shape = sharding.count(sharding.blocked), tuple(self.parameter.shape)
+        within = split.within(shape, sharding.block_dim, count, sharding.block)
+        assert within is not None, "refused at construction"
+        return within
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the layout stores every matrix on one rank on purpose."""
+        if not isinstance(self.parameter, ShardedTensor):
+            return False
+        grain = self.parameter.cut.layout.items[self.parameter.cut.index].grain
+        # A stack [n, rows, cols] is cut between its matrices.
+        stacked = len(self.route.shape_of(self.parameter.shape)) == 3
+        return grain.kind == "tensor" and (grain.count == 1 or stacked)

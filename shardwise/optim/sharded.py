@@ -30,10 +30,10 @@ from shardwise.optim.gradients import (
     place_gradients,
     widen_gradients,
 )
-from shardwise.optim.matrices import MatrixParameter
 from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
 from shardwise.optim.muon import MACHINE_SETTINGS, MuonSettings
 from shardwise.optim.routing import as_matrix, recall_routes
+from shardwise.optim.rules import MatrixParameter
 from shardwise.optim.settings import changed, group_of, parameter_problems, raise_unless_same
 from shardwise.optim.storage import mark_written
 
