@@ -136,7 +136,7 @@ class MatrixGroup:
             division = None if self.spread is None else self.spread.divisions[position]
             pieces = pieces_of(member.parameter, division)
             shape = member.route.shape_of(block_shape(member.parameter))
-            split, pinned = member.split_here[0], member.pinned
+            split, pinned = member.split_here[0], member.pinned and self.spread is None
             key = (id(pieces), shape, split, pinned, id(member.group))
             if key not in known:
                 cost = partial(member.rule.cost, settings=member.group)

@@ -21,6 +21,10 @@ def test_figures_by_arithmetic(tmp_path: Path) -> None:
     replicas.main(["--largest", "2", "--results", str(tmp_path / "replicas")])
     for table in tables_of(tmp_path / "replicas"):
         assert all(0 < row["sent_ratio"] < replicas.BAR for row in table["rows"])  # type: ignore[attr-defined]
+    evenly = replicas.row_of(
+        "data_parallel, zero(0)", 128
+    )  # owners balance, whatever a bucket keeps
+    assert evenly["rule"] == "evenly" and evenly["received_ratio"] < 1.02  # type: ignore[operator]
     padding.main(["--largest", "16", "--results", str(tmp_path / "padding")])
     (table,) = tables_of(tmp_path / "padding")
     assert len(table["rows"]) > 4 and all(row["padding"] < 3 for row in table["rows"])  # type: ignore[arg-type, attr-defined]
