@@ -77,17 +77,25 @@ def changed(settings: Any, changes: dict[str, Any]) -> Any:
 # ------------------------------------------------------------------------------ construction
 
 
-def raise_unless_same(
-    what: str, problems: Sequence[str], facts: Sequence[Any], parameters: Iterable[Tensor]
+def refuse(
+    what: str,
+    problems: Sequence[str],
+    facts: Sequence[Any],
+    named: Sequence[tuple[str, Tensor]],
+    matrices: Iterable[tuple[str, Tensor, Route]],
+    parameters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Raise on every rank the problems of any rank, and where ranks build different optimizers
-    (collective over the axes of ``parameters``). ``facts``: settings, then a list."""
+    """Raise on every rank the problems of any rank, those of the parameters included, and where
+    ranks build different optimizers (collective over the axes of ``parameters``, or of all
+    ``named``). ``facts``: settings, then a list."""
     *settings, last = facts
     texts = [*map(str, settings), f"{len(last)} parameters ({zlib.crc32(repr(last).encode()):08x})"]
-    raise_together(what, problems, texts, axes_of(parameters), same="build the same optimizer")
+    found = [*problems, *_parameter_problems(named, matrices)]
+    axes = axes_of([p for _, p in named] if parameters is None else parameters)
+    raise_together(f"{what} cannot work", found, texts, axes, same="build the same optimizer")
 
 
-def parameter_problems(
+def _parameter_problems(
     parameters: Iterable[tuple[str, Tensor]], matrices: Iterable[tuple[str, Tensor, Route]]
 ) -> list[str]:
     """Why these parameters cannot be optimized, or the matrices among them orthogonalised."""

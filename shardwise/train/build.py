@@ -21,11 +21,9 @@ from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.optim.elementwise import adamw
-from shardwise.optim.functions import ANY
-from shardwise.optim.matrix_function import FunctionSettings
+from shardwise.optim.functions import ANY, FunctionSettings
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.optimizers import optimizer
-from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.optim.optimizers import ShardedOptimizer, optimizer
 from shardwise.precision.policy import sides_in
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
