@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core import comm
+from shardwise.core.agreement import raise_together
 from shardwise.core.memory import counted
 from shardwise.core.streams import Lanes
 from shardwise.optim.ownership import assign_owners
@@ -230,17 +231,9 @@ class Exchange:
     def agree(self) -> None:
         """Raise where ranks have planned different exchanges, in which they would wait for each
         other forever (collective)."""
-        for axis in (self.shards, self.replicas):
-            if axis is None or axis.pretends:
-                continue
-            plan = (self.ownership.digest, str(self.results))
-            for rank, other in enumerate(comm.agree(plan, axis)):
-                if other != plan:
-                    raise ValueError(
-                        f"ranks {axis.rank} and {rank} of axis '{axis.name}' planned different "
-                        f"exchanges for {len(self.matrices)} matrices: give every rank the same "
-                        f"parameters, in the same order, with the same settings, and GPUs alike"
-                    )
+        axes = [axis for axis in (self.shards, self.replicas) if axis and not axis.pretends]
+        plan = f"{len(self.matrices)} matrices ({self.ownership.digest}, {self.results})"
+        raise_together("this exchange cannot work", (), [plan], axes, same="plan the same exchange")
 
     @property
     def communicates(self) -> bool:

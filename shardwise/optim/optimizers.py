@@ -19,14 +19,16 @@ work as for any torch optimizer.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.compat import plain_attributes
+from shardwise.core.tensor import ShardedTensor
 from shardwise.core.uncompiled import uncompiled
 from shardwise.kernels.polynomials import PRESETS, Polynomial
 from shardwise.moe.grouped_linear import GroupedLinear
@@ -44,12 +46,13 @@ from shardwise.optim.gradients import (
     widen_gradients,
 )
 from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
-from shardwise.optim.muon import MACHINE_SETTINGS, SCALES, MuonSettings
+from shardwise.optim.muon import MACHINE_SETTINGS, SCALES, MuonSettings, muon
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.rules import MatrixParameter, Rule
 from shardwise.optim.settings import changed, group_of, refuse
+from shardwise.optim.split import matrices_of
 from shardwise.optim.storage import mark_written
-from shardwise.words import count_text, quoted
+from shardwise.words import aligned, count_text, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -437,18 +440,13 @@ class Muon(ShardedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         defaults = MuonSettings(**_settings_of(given, given) | settings)
-        known = {entry.name for entry in fields(MuonSettings)} | given.keys()
         groups: list[Any] = []
         named: dict[int, tuple[str, Tensor]] = {}
         problems: list[str] = []
-        for number, group in enumerate(
-            entries if isinstance(entries[0], dict) else [{"params": entries}]
-        ):
-            own = {key: value for key, value in group.items() if key in known}
-            if unknown := [key for key in group if key not in known and key != "params"]:
-                problems.append(f"group {number} has {unknown}, which Muon does not know")
-            members = []
-            params = group["params"]
+        given_groups = entries if isinstance(entries[0], dict) else [{"params": entries}]
+        for number, group in enumerate(given_groups):
+            own, members = dict(group), []
+            params = own.pop("params")
             for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
                 pair = isinstance(entry, tuple) and len(entry) == 2
                 name, parameter = entry if pair else (f"parameter {place} of group {number}", entry)
@@ -503,3 +501,87 @@ def _settings_of(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
         raise ValueError(f"eps={eps!r} must be 0 or more")
     return own
+
+
+# ------------------------------------------------------------------------------ the report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter."""
+
+    name: str
+    numel: int
+    optimizer: str
+    matrices: tuple[tuple[int, int], ...]  # shapes as orthogonalised
+    scales: tuple[float, ...]
+    grain: str
+    why: str
+    looks_fused: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        shapes = ", ".join(
+            f"{rows}x{cols}" if count == 1 else f"{count} of {rows}x{cols}"
+            for (rows, cols), count in Counter(self.matrices).items()
+        )
+        scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(self.scales))
+        return self.name, self.optimizer, shapes or "-", scales or "-", self.grain, self.why
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """Every parameter, its optimizer, and warnings; printable, in registration order.
+
+        parameter                optimizer  as orthogonalised   scale  grain  why
+        blocks.0.wq.weight       muon       64x64               1      row    matrix
+        blocks.0.w13.weight      muon       2 of 128x64         1.41   row    chosen by ...
+        embedding.weight         adamw      -                   -      row    embedding
+
+    Most reported bugs of Muon are that it did not run: a parameter went to AdamW silently, or a
+    fused weight was not split. Look at this report first.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        text = "looks like a fused weight and has no split"
+        return tuple(f"{row.name} {text}" for row in self.rows if row.looks_fused)
+
+    def __str__(self) -> str:
+        titles = ("parameter", "optimizer", "as orthogonalised", "scale", "grain", "why")
+        lines = aligned([titles, *(row.cells for row in self.rows)])
+        for name, number in Counter(row.optimizer for row in self.rows).items():
+            elements = sum(row.numel for row in self.rows if row.optimizer == name)
+            lines.append(f"{name}: {number} parameters of {count_text(elements)} elements")
+        matrices = sum(len(row.matrices) for row in self.rows)
+        lines.append(f"{matrices} matrices are orthogonalised")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> RoutingReport:
+    """What ``sw.optimizer(model, matrix=matrix, ...)`` would do with every parameter."""
+    settings = matrix or muon()
+    rows = []
+    for entry in routes_of(model):
+        parameter, route = entry.parameter, entry.route
+        trained, shapes, grain = parameter.requires_grad, [], "-"
+        if trained and route.kind == "matrix":
+            matrices = matrices_of(route.shape_of(parameter.shape), route.split)
+            shapes = [shape for matrix in matrices for shape in matrix.shapes]
+        if isinstance(parameter, ShardedTensor):
+            grain = str(parameter.cut.layout.items[parameter.cut.index].grain)
+        rows.append(
+            Row(
+                name=entry.name,
+                numel=parameter.numel(),
+                optimizer="muon" if shapes else "adamw" if trained else "frozen",
+                matrices=tuple(shapes),
+                scales=tuple(SCALES[settings.scale](*shape) for shape in shapes),
+                grain=grain,
+                why=route.reason,
+                looks_fused=trained and entry.looks_fused,
+            )
+        )
+    return RoutingReport(tuple(rows))

@@ -28,7 +28,7 @@ from shardwise.core.division import Division, Piece
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import chunk_range, joint_places
-from shardwise.core.tensor import Backing, ShardedTensor
+from shardwise.core.tensor import ShardedTensor
 
 Flags = tuple[bool, ...]  # one per mesh axis
 
@@ -271,14 +271,9 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def buffer_of(parameter: Tensor) -> Backing | None:
-    """The buffer that stores a parameter, if it is one of ours."""
-    return parameter.buffer if isinstance(parameter, ShardedTensor) else None
-
-
 def mark_written(parameters: Sequence[Tensor]) -> None:
     """Count one write to each buffer of these parameters. Every rank does so, also a rank that
     stores nothing of a buffer."""
-    buffers = {id(buffer): buffer for buffer in map(buffer_of, parameters)}
+    buffers = {id(p.buffer): p.buffer for p in parameters if isinstance(p, ShardedTensor)}
     for buffer in filter(None, buffers.values()):
         buffer.writes += 1
