@@ -41,8 +41,7 @@ from torch import Tensor
 
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.polynomials import polynomial_of
-from shardwise.optim.rules import Rule, State, Step, Template
-from shardwise.optim.settings import range_problems
+from shardwise.optim.rules import Rule, State, Step, Template, range_problems
 
 STEP = "step"  # the option that the library fills with the number of the step
 

@@ -26,8 +26,7 @@ from shardwise.kernels.polynomials import DEFAULT, Polynomial, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import KIND
-from shardwise.optim.rules import Rule, State, Step
-from shardwise.optim.settings import range_problems
+from shardwise.optim.rules import Rule, State, Step, range_problems
 from shardwise.words import choice_problems
 
 # The factor on the learning rate of a matrix [out, in].

@@ -19,6 +19,7 @@ work as for any torch optimizer.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.agreement import raise_together
 from shardwise.core.compat import plain_attributes
 from shardwise.core.tensor import ShardedTensor
 from shardwise.core.uncompiled import uncompiled
@@ -47,11 +49,23 @@ from shardwise.optim.gradients import (
 )
 from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
 from shardwise.optim.muon import MACHINE_SETTINGS, SCALES, MuonSettings, muon
-from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
-from shardwise.optim.rules import MatrixParameter, Rule
-from shardwise.optim.settings import changed, group_of, refuse
+from shardwise.optim.routing import (
+    Route,
+    Routed,
+    as_matrix,
+    recall_routes,
+    route_problems,
+    routes_of,
+)
+from shardwise.optim.rules import MatrixParameter, Rule, changed, group_of
 from shardwise.optim.split import matrices_of
-from shardwise.optim.storage import mark_written
+from shardwise.optim.storage import (
+    axes_of,
+    cut_along_rows,
+    mark_written,
+    sharding_of,
+    storage_problem,
+)
 from shardwise.words import aligned, count_text, quoted
 
 logger = logging.getLogger(__name__)
@@ -304,6 +318,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 # ------------------------------------------------------------------------------ doors
+
+
+def refuse(
+    what: str,
+    problems: Sequence[str],
+    facts: Sequence[Any],
+    named: Sequence[tuple[str, Tensor]],
+    matrices: Iterable[tuple[str, Tensor, Route]],
+    parameters: Sequence[Tensor] | None = None,
+) -> None:
+    """Raise on every rank the problems of any rank, those of the parameters included, and where
+    ranks build different optimizers (collective over the axes of ``parameters``, or of all
+    ``named``). ``facts``: settings, then a list."""
+    *settings, last = facts
+    texts = [*map(str, settings), f"{len(last)} parameters ({zlib.crc32(repr(last).encode()):08x})"]
+    found = [*problems, *_parameter_problems(named, matrices)]
+    axes = axes_of([p for _, p in named] if parameters is None else parameters)
+    raise_together(f"{what} cannot work", found, texts, axes, same="build the same optimizer")
+
+
+def _parameter_problems(
+    parameters: Iterable[tuple[str, Tensor]], matrices: Iterable[tuple[str, Tensor, Route]]
+) -> list[str]:
+    """Why these parameters cannot be optimized, or the matrices among them orthogonalised."""
+    problems = [storage_problem(name, parameter) for name, parameter in parameters]
+    for name, parameter, chosen in matrices:
+        shape, sharding = tuple(parameter.shape), sharding_of(parameter)
+        if not parameter.is_floating_point():
+            problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
+        if wrong_route := route_problems(name, shape, chosen):
+            problems += wrong_route
+            continue
+        problems.append(storage_problem(name, parameter, matrix=True))
+        if chosen.flat and not cut_along_rows(parameter):
+            problems.append(
+                f"'{name}' of shape {list(shape)} is one matrix [out, rest], and "
+                f"{parameter.placements} cut another dimension than the first"  # type: ignore[attr-defined]
+            )
+        elif chosen.split is not None and any(sharding.blocked):
+            side, count = sharding.block_dim, sharding.count(sharding.blocked)
+            if chosen.split.within(shape, side, count, sharding.block) is None:
+                problems.append(
+                    f"'{name}' has a split {chosen.split}, and tensor parallelism cuts its "
+                    f"{shape[-2 + side]} {('rows', 'columns')[side]} into {count} blocks inside "
+                    f"the matrices: choose a size whose cuts fall between the matrices"
+                )
+    return list(dict.fromkeys(problem for problem in problems if problem))
 
 
 def optimizer(

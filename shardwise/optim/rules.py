@@ -16,9 +16,11 @@ settings under the same names, and a step reads them there, because schedulers c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -160,3 +162,62 @@ class MatrixParameter:
         # A stack [n, rows, cols] is cut between its matrices.
         stacked = len(self.route.shape_of(self.parameter.shape)) == 3
         return grain.kind == "tensor" and (grain.count == 1 or stacked)
+
+
+# ------------------------------------------------------------------------------ settings
+
+# By name: the numbers are 0 or more and below this bound; how many numbers there are.
+RANGES = {
+    "lr": (math.inf, 1),
+    "weight_decay": (math.inf, 1),
+    "eps": (math.inf, 1),
+    "momentum": (1.0, 1),
+    "betas": (1.0, 2),
+}
+_FLAGS: dict[str, tuple[Any, ...]] = {"nesterov": (True, False), "fused": (True, False, None)}
+
+
+def range_problems(settings: Any) -> list[str]:
+    """A sentence for each field of ``settings`` whose value no optimizer can step with."""
+    problems = []
+    for name, value in ((entry.name, getattr(settings, entry.name)) for entry in fields(settings)):
+        if name in _FLAGS and not any(value is flag for flag in _FLAGS[name]):
+            problems.append(f"{name}={value!r} must be one of {_FLAGS[name]}")
+        if name in RANGES:
+            below, count = RANGES[name]
+            numbers = [value] if count == 1 else value if isinstance(value, list | tuple) else []
+            if len(numbers) != count or not all(_is_number(one, below) for one in numbers):
+                several = "" if count == 1 else f"{count} numbers, each "
+                bound = "finite" if below == math.inf else f"below {below:g}"
+                problems.append(f"{name}={value!r} must be {several}0 or more, and {bound}")
+    return problems
+
+
+def _is_number(value: Any, below: float) -> bool:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta or value.is_complex():
+            return False
+        value = value.item()
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < below
+
+
+def group_of(settings: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """A parameter group that holds the settings under their names, as values for a checkpoint; and
+    the settings themselves as "rule", which the optimizer takes out."""
+    values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    if values.pop("optimizer", None) is not None:
+        values |= {"function": settings.function} | values.pop("options")
+    return {"params": list(parameters), "kind": settings.kind, "rule": settings} | values
+
+
+def changed(settings: Any, changes: dict[str, Any]) -> Any:
+    """The settings with some changed; raises what no optimizer can step with."""
+    options = getattr(settings, "options", {})
+    known = [entry.name for entry in fields(settings) if entry.init]
+    known = [name for name in (*known, *options) if name not in ("optimizer", "options")]
+    if unknown := [name for name in changes if name not in known]:
+        raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
+    if options:
+        own = {name: changes.pop(name) for name in [*changes] if name in options}
+        changes["options"] = {**options, **own}
+    return replace(settings, **changes)
