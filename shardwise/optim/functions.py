@@ -33,7 +33,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -46,108 +48,35 @@ from shardwise.optim.rules import Rule, State, Step, Template, range_problems
 STEP = "step"  # the option that the library fills with the number of the step
 
 
-@dataclass(frozen=True)
-class FunctionSettings(Rule):
-    """A matrix optimizer with its options; calling a :class:`MatrixOptimizer` returns it."""
+@dataclass(frozen=True, kw_only=True)
+class Function(Rule):
+    """The settings of a matrix optimizer. Each function has a subclass, whose fields are its
+    options too."""
 
     kind: ClassVar[str] = "function"
     has_whole_states: ClassVar[bool] = True
 
-    optimizer: MatrixOptimizer = field(repr=False)
+    function: ClassVar[Callable[..., Tensor]]
+    name: ClassVar[str]
+    options: ClassVar[dict[str, Any]]  # with their defaults; ``lr`` is one
+    counts_steps: ClassVar[bool]
+    templates: ClassVar[dict[Any, Template]]
+
     lr: float
     weight_decay: float = 0.0
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if problems := range_problems(self):
-            raise ValueError(f"{self.function}(...) cannot work: " + "; ".join(problems))
-
-    @property
-    def function(self) -> str:
-        return self.optimizer.name
-
-    @property
-    def exchange(self) -> Any:
-        return self.optimizer
+        if problems := range_problems(self, ("lr", "weight_decay")):  # options are its own
+            raise ValueError(f"{self.name}(...) cannot work: " + "; ".join(problems))
 
     def whole_states(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
-        return self.optimizer.template(rows, cols, settings)
-
-    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
-        if batch.is_meta:  # a plan, which has no values
-            return torch.zeros_like(batch)
-        _, rows, cols = batch.shape
-        template = self.optimizer.template(rows, cols, step.settings)
-        update = self.optimizer.run(batch, state, step.settings, step.age + 1)
-        _check(self.function, batch, update, state)
-        if (left := _template_of(state)) != template:
-            raise ValueError(
-                f"{self.function} changed its state from {template} to {left}: keep the names, "
-                f"shapes and dtypes of the first step"
-            )
-        if step.age == 0 and not bool(torch.isfinite(update).all()):
-            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
-            raise ValueError(
-                f"{self.function}, for {kind} gradients {list(batch.shape)}, returned NaN or "
-                f"infinity in its first step: look at its divisions and roots, or at the loss"
-            )
-        return update
-
-
-class MatrixOptimizer:
-    """A function ``(gradient, state, *, lr, ...) -> update``; a call with options returns
-    :class:`FunctionSettings`."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function, self.name = function, getattr(function, "__name__", "matrix_optimizer")
-        self.__doc__ = function.__doc__
-        parameters = list(inspect.signature(function).parameters.values())
-        positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        self.counts_steps = STEP in self.options
-        self.options.pop(STEP, None)
-        variadic = [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        taken = "weight_decay" in self.options
-        if len(positional) != 2 or variadic or "lr" not in self.options or taken:
-            raise TypeError(
-                f"{self!r}: a matrix optimizer takes (gradient, state, *, lr, ...), with options "
-                f"by keyword, and without *args, **kwargs and weight_decay, which the library takes"
-            )
-        self._templates: dict[Any, Template] = {}
-
-    def __repr__(self) -> str:
-        return f"{self.name}{inspect.signature(self.function)}"
-
-    def __call__(self, **options: Any) -> FunctionSettings:
-        """Settings for ``sw.optimizer(matrix=...)``; the plain function is ``.function``."""
-        known = (*self.options, "weight_decay")
-        unknown = [name for name in options if name not in known]
-        filled = {name: options.get(name, default) for name, default in self.options.items()}
-        missing = [name for name, value in filled.items() if value is inspect.Parameter.empty]
-        if unknown or missing:
-            raise TypeError(
-                f"{self.name}(...): {unknown=}, {missing=}; it takes {', '.join(known)}"
-            )
-        decay = options.get("weight_decay", 0.0)
-        return FunctionSettings(self, lr=filled.pop("lr"), weight_decay=decay, options=filled)
-
-    def run(
-        self, gradient: Tensor, state: State, settings: Mapping[str, Any], step: int = 1
-    ) -> Tensor:
-        """The update of a batch, with the options in its parameter group."""
-        options = {name: settings[name] for name in self.options}
-        if self.counts_steps:
-            options[STEP] = step
-        return self.function(gradient, state, **options)
-
-    def template(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
         """The states of one matrix [rows, cols]; raises the fault of a function that cannot work.
 
         The function runs once on the meta device, or on zeros if it reads values."""
         # Without the learning rate, which schedulers change in every step: no shape depends on it.
         others = {name: settings[name] for name in self.options if name != "lr"}
         key = rows, cols, repr(others)
-        if key not in self._templates:
+        if key not in self.templates:
             state: State = {}
             try:
                 gradient = torch.zeros(1, rows, cols, device="meta")
@@ -156,13 +85,65 @@ class MatrixOptimizer:
                 state, gradient = {}, torch.zeros(1, rows, cols)
                 update = self.run(gradient, state, settings)
             _check(self.name, gradient, update, state)
-            self._templates[key] = _template_of(state)
-        return self._templates[key]
+            self.templates[key] = _template_of(state)
+        return self.templates[key]
+
+    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
+        if batch.is_meta:  # a plan, which has no values
+            return torch.zeros_like(batch)
+        template = self.whole_states(*batch.shape[1:], step.settings)
+        update = self.run(batch, state, step.settings, step.age + 1)
+        _check(self.name, batch, update, state)
+        if (left := _template_of(state)) != template:
+            raise ValueError(
+                f"{self.name} changed its state from {template} to {left}: keep the names, "
+                f"shapes and dtypes of the first step"
+            )
+        if step.age == 0 and not bool(torch.isfinite(update).all()):
+            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
+            raise ValueError(
+                f"{self.name}, for {kind} gradients {list(batch.shape)}, returned NaN or "
+                f"infinity in its first step: look at its divisions and roots, or at the loss"
+            )
+        return update
+
+    @classmethod
+    def run(
+        cls, gradient: Tensor, state: State, settings: Mapping[str, Any], step: int = 1
+    ) -> Tensor:
+        """The update of a batch, with the options in its parameter group."""
+        options = {name: settings[name] for name in cls.options}
+        if cls.counts_steps:
+            options[STEP] = step
+        return cls.function(gradient, state, **options)
 
 
-def matrix_optimizer(function: Callable[..., Tensor]) -> MatrixOptimizer:
-    """Make a function of whole matrices an optimizer of sharded models; see the module's text."""
-    return MatrixOptimizer(function)
+def matrix_optimizer(function: Callable[..., Tensor]) -> type[Any]:
+    """Make a function of whole matrices an optimizer of sharded models; see the module's text.
+
+    Returns a class of settings, for ``sw.optimizer(matrix=...)``: its fields are the options of the
+    function, and ``weight_decay``. The plain function is ``.function``."""
+    name = getattr(function, "__name__", "matrix_optimizer")
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    counts_steps = STEP in options
+    options.pop(STEP, None)
+    variadic = [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(positional) != 2 or variadic or "lr" not in options or "weight_decay" in options:
+        raise TypeError(
+            f"{name}{inspect.signature(function)}: a matrix optimizer takes (gradient, state, *, "
+            f"lr, ...), with options by keyword, and without *args, **kwargs and weight_decay, "
+            f"which the library takes"
+        )
+    made: list[tuple[str, Any, Any]] = [
+        (key, Any, field() if value is inspect.Parameter.empty else field(default_factory=value_of))
+        for key, value in options.items()
+        for value_of in [partial(copy, value)]
+    ]
+    facts = {"name": name, "options": options, "counts_steps": counts_steps, "templates": {}}
+    facts |= {"function": staticmethod(function), "__doc__": function.__doc__}
+    return make_dataclass(name, made, bases=(Function,), namespace=facts, frozen=True, kw_only=True)
 
 
 def _check(name: str, gradient: Tensor, update: Any, state: State) -> None:

@@ -37,7 +37,6 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim import elementwise as adamw_step
 from shardwise.optim.elementwise import AdamWSettings
-from shardwise.optim.functions import MatrixOptimizer
 from shardwise.optim.gradients import (
     OTHERS_ELSEWHERE,
     Clip,
@@ -389,7 +388,7 @@ def optimizer(
         )
     problems = []
     if matrix is not None and not isinstance(matrix, Rule):
-        called = f", called: {matrix.name}(lr=...)" if isinstance(matrix, MatrixOptimizer) else ""
+        called = f", called: {matrix.__name__}(lr=...)" if isinstance(matrix, type) else ""
         problems.append(f"matrix={matrix!r}: use sw.muon(...), your own{called}, or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
         problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")

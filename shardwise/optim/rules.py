@@ -17,7 +17,7 @@ settings under the same names, and a step reads them there, because schedulers c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -177,10 +177,11 @@ RANGES = {
 _FLAGS: dict[str, tuple[Any, ...]] = {"nesterov": (True, False), "fused": (True, False, None)}
 
 
-def range_problems(settings: Any) -> list[str]:
-    """A sentence for each field of ``settings`` whose value no optimizer can step with."""
+def range_problems(settings: Any, names: Iterable[str] = (*RANGES, *_FLAGS)) -> list[str]:
+    """A sentence for each of these settings whose value no optimizer can step with."""
     problems = []
-    for name, value in ((entry.name, getattr(settings, entry.name)) for entry in fields(settings)):
+    for name in (name for name in names if hasattr(settings, name)):
+        value = getattr(settings, name)
         if name in _FLAGS and not any(value is flag for flag in _FLAGS[name]):
             problems.append(f"{name}={value!r} must be one of {_FLAGS[name]}")
         if name in RANGES:
@@ -205,19 +206,14 @@ def group_of(settings: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """A parameter group that holds the settings under their names, as values for a checkpoint; and
     the settings themselves as "rule", which the optimizer takes out."""
     values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
-    if values.pop("optimizer", None) is not None:
-        values |= {"function": settings.function} | values.pop("options")
+    if settings.kind == "function":
+        values["function"] = settings.name
     return {"params": list(parameters), "kind": settings.kind, "rule": settings} | values
 
 
 def changed(settings: Any, changes: dict[str, Any]) -> Any:
     """The settings with some changed; raises what no optimizer can step with."""
-    options = getattr(settings, "options", {})
-    known = [entry.name for entry in fields(settings) if entry.init]
-    known = [name for name in (*known, *options) if name not in ("optimizer", "options")]
+    known = [entry.name for entry in fields(settings)]
     if unknown := [name for name in changes if name not in known]:
         raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
-    if options:
-        own = {name: changes.pop(name) for name in [*changes] if name in options}
-        changes["options"] = {**options, **own}
     return replace(settings, **changes)
