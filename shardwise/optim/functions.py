@@ -91,7 +91,8 @@ class Function(Rule):
     def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
         if batch.is_meta:  # a plan, which has no values
             return torch.zeros_like(batch)
-        template = self.whole_states(*batch.shape[1:], step.settings)
+        _, rows, cols = batch.shape
+        template = self.whole_states(rows, cols, step.settings)
         update = self.run(batch, state, step.settings, step.age + 1)
         _check(self.name, batch, update, state)
         if (left := _template_of(state)) != template:
