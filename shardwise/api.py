@@ -12,11 +12,10 @@ from shardwise.core.placements import Partial, Placements, Replicate, Shard, hfs
 from shardwise.core.tensor import ShardedTensor
 from shardwise.debugging import debug
 from shardwise.optim.elementwise import adamw
-from shardwise.optim.matrix_function import matrix_optimizer
+from shardwise.optim.functions import matrix_optimizer
 from shardwise.optim.muon import muon
-from shardwise.optim.optimizers import Muon, optimizer
+from shardwise.optim.optimizers import Muon, optimizer, routing_report
 from shardwise.optim.routing import route
-from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
 from shardwise.planning.plan import plan
 from shardwise.precision import Precision

@@ -15,15 +15,16 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels import momentum, normalise, product, symmetric, update
+from shardwise.kernels import muon, products
 from shardwise.kernels.newton_schulz import orthogonalise
 from shardwise.kernels.packed import BLOCK, SAMPLES, sample_stride
-from shardwise.kernels.symmetric import WIDE
-from tests.kernel_cases import PRESETS, band, quality, singular_values, spectrum
+from shardwise.kernels.products import WIDE
+from tests.kernel_cases import PRESETS, band, pack_reference, quality, singular_values, spectrum
 
 WORKERS = 14
 
@@ -46,29 +47,29 @@ def check_products(count: int, side: int, depth: int) -> None:
     x = random(count, side, depth, dtype=torch.float16)
     tall = x.mT.contiguous()
     scales = torch.rand(count, 2, device="cuda") + 0.5
-    squares = torch.full((count, symmetric.tiles_per_matrix(side, tile)), float("nan")).cuda()
+    squares = torch.full((count, sum(products.tiles_of(side, tile))), float("nan")).cuda()
     d = poisoned(count, side, side)
-    symmetric.symmetric_product(x, x, d, tile, alpha=1 / depth, scales=scales, squares=squares)
-    expected = symmetric.reference(x.double(), x.double(), alpha=1 / depth, scales=scales)
+    products.symmetric_product(x, x, d, tile, alpha=1 / depth, scales=scales, squares=squares)
+    expected = products.symmetric_reference(x.double(), x.double(), alpha=1 / depth, scales=scales)
     assert relative(d, expected) < 6e-4, relative(d, expected)
     assert torch.equal(d, d.mT), "a mirror image, to the bit"
     assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-4
     mirrored = poisoned(count, side, side)
     options = {"alpha": 1 / depth, "scales": scales, "tall": True}
-    symmetric.symmetric_product(tall, tall, mirrored, tile, **options)  # type: ignore[arg-type]
+    products.symmetric_product(tall, tall, mirrored, tile, **options)  # type: ignore[arg-type]
     assert torch.equal(mirrored, d), "orientation changes no bit"
     e = poisoned(count, side, side)
     options = {"alpha": 0.3, "beta": -1.7, "shift": 0.6, "scales": scales}
-    symmetric.symmetric_product(d, d, e, tile, **options)  # type: ignore[arg-type]
-    assert relative(e, symmetric.reference(d, d, **options)) < 6e-4  # type: ignore[arg-type]
+    products.symmetric_product(d, d, e, tile, **options)  # type: ignore[arg-type]
+    assert relative(e, products.symmetric_reference(d, d, **options)) < 6e-4  # type: ignore[arg-type]
     other = poisoned(count, side, side)
-    symmetric.symmetric_product(d, d, other, tile, **options, c=e)  # type: ignore[arg-type]
-    assert relative(other, symmetric.reference(d, d, **options, c=e)) < 6e-4  # type: ignore[arg-type]
+    products.symmetric_product(d, d, other, tile, **options, c=e)  # type: ignore[arg-type]
+    assert relative(other, products.symmetric_reference(d, d, **options, c=e)) < 6e-4  # type: ignore[arg-type]
     y, y_tall = poisoned(*x.shape), poisoned(*tall.shape)
     weights = scales[:, 0].contiguous()
-    product.product(e, x, y, tile, alpha=0.5, scales=weights)
-    product.product(e, tall, y_tall, tile, alpha=0.5, scales=weights, tall=True)
-    assert relative(y, product.reference(e, x, alpha=0.5, scales=weights)) < 6e-4
+    products.product(e, x, y, tile, alpha=0.5, scales=weights)
+    products.product(e, tall, y_tall, tile, alpha=0.5, scales=weights, tall=True)
+    assert relative(y, products.product_reference(e, x, alpha=0.5, scales=weights)) < 6e-4
     assert torch.equal(y_tall, y.mT), "orientation changes no bit"
 
 
@@ -76,7 +77,7 @@ def check_normalise(count: int, rows: int, columns: int) -> None:
     for dtype, size in ((torch.float32, 1e-25), (torch.float32, 1e25), (torch.bfloat16, 1.0)):
         batch = (random(count, rows, columns) * size).to(dtype)
         batch[-1] = 0
-        found, expected = normalise.normalise(batch), normalise.reference(batch)
+        found, expected = muon.normalise(batch), muon.normalise_reference(batch)
         assert torch.equal(found.values, expected.values)
         torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
         assert found.inverse_norms[-1] == 0
@@ -89,8 +90,8 @@ def check_momentum(rows: int, columns: int, dtype: torch.dtype) -> None:
         states = [1e-5 * random(rows, columns) for _ in range(5)]
         copies = [[state.clone() for state in states] for _ in range(2)]
         options = {"beta": 0.95, "nesterov": nesterov}
-        found = momentum.pack(grads, states, **options)  # type: ignore[arg-type]
-        expected = momentum.pack_reference(grads, copies[0], **options)  # type: ignore[arg-type]
+        found = muon.pack(grads, states, **options)  # type: ignore[arg-type]
+        expected = pack_reference(grads, copies[0], **options)  # type: ignore[arg-type]
         torch.testing.assert_close(states, copies[0], rtol=1e-5, atol=1e-12)
         assert relative(found.values, expected.values) < 1e-3
         rim = found.values.clone()
@@ -98,7 +99,7 @@ def check_momentum(rows: int, columns: int, dtype: torch.dtype) -> None:
         assert not rim.any(), "the rim is zero"
         torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-5, atol=0)
         outs = [poisoned(rows * columns).float() for _ in grads]
-        momentum.accumulate(grads, copies[1], outs, **options)  # type: ignore[arg-type]
+        muon.accumulate(grads, copies[1], outs, **options)  # type: ignore[arg-type]
         assert all(map(torch.equal, copies[1], states)), "to the wire or packed, the same state"
 
 
@@ -115,27 +116,29 @@ def check_bad_guess(rows: int, columns: int) -> None:
     batch[1, seen] *= 1e-12
     batch[2, ~seen] *= 1e-12
     batch = batch.view(4, rows, columns)
-    expected, found = normalise.reference(batch), normalise.normalise(batch)
+    expected, found = muon.normalise_reference(batch), muon.normalise(batch)
     assert torch.equal(found.values, expected.values)
     torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
     wire, states = torch.empty_like(batch), [list(0.1 * batch) for _ in range(2)]
-    momentum.accumulate(list(batch), states[0], list(wire), beta=0.9)
-    packed, owner = momentum.pack(list(batch), states[1], beta=0.9), normalise.normalise(wire)
+    muon.accumulate(list(batch), states[0], list(wire), beta=0.9)
+    packed, owner = muon.pack(list(batch), states[1], beta=0.9), muon.normalise(wire)
     assert all(map(torch.equal, *states)) and torch.equal(packed.values, owner.values)
     assert torch.equal(packed.inverse_norms, owner.inverse_norms)
 
 
-def check_update(rows: int, columns: int, dtype: torch.dtype, rule: update.Decay) -> None:
-    packed = normalise.normalise(random(4, rows, columns))
+def check_update(
+    rows: int, columns: int, dtype: torch.dtype, rule: Literal["plain", "cautious"]
+) -> None:
+    packed = muon.normalise(random(4, rows, columns))
     weights = [random(rows, columns).to(dtype) for _ in range(4)]
     copies = [weight.clone() for weight in weights]
     pieces = list(packed.unpadded(packed.values))
     expected = [
-        update.reference(weight, piece, step=0.1, decay=0.02, rule=rule)
+        muon.apply_reference(weight, piece, step=0.1, decay=0.02, rule=rule)
         for weight, piece in zip(weights, pieces, strict=True)
     ]
-    update.apply(weights, packed.values, step=0.1, decay=0.02, rule=rule)
-    update.apply(copies, [p.contiguous() for p in pieces], step=0.1, decay=0.02, rule=rule)
+    muon.apply(weights, packed.values, step=0.1, decay=0.02, rule=rule)
+    muon.apply(copies, [p.contiguous() for p in pieces], step=0.1, decay=0.02, rule=rule)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance)
     assert all(map(torch.equal, weights, copies)), "batch or pieces, the same weights"

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.kernels import polynomials
+from shardwise.kernels.packed import Packed
 from shardwise.kernels.polynomials import Polynomial
 
 # Those of the optimizer, and polynomials of other kinds: cubic, schatten4 with steps of degree 5.
@@ -108,3 +111,13 @@ def quality(found: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
     total = gains.square().sum()
     rotation = ((total - diagonal.square().sum()).clamp(min=0) / total).sqrt()
     return float(rotation), diagonal
+
+
+def pack_reference(grads: Sequence[Tensor], states: Sequence[Tensor], **options: Any) -> Packed:
+    """``muon.pack`` by definition."""
+    from shardwise.kernels.muon import momentum_reference, normalise_reference
+
+    pairs = zip(grads, states, strict=True)
+    return normalise_reference(
+        torch.stack([momentum_reference(*pair, **options) for pair in pairs])
+    )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.launch import run
-from shardwise.kernels.momentum import TYPES
+from shardwise.kernels.muon import TYPES
 from shardwise.kernels.tables import addresses
 
 BLOCK = 2048  # elements that a program holds at a time

@@ -23,8 +23,7 @@ from torch import Tensor
 from shardwise.kernels.fp8_codes import WIDE, high, load_tile, low, to_words, write_tile
 from shardwise.kernels.grouped import interpreted
 from shardwise.kernels.grouped_activation import sigmoid
-from shardwise.kernels.launch import run
-from shardwise.kernels.symmetric import multiprocessors
+from shardwise.kernels.launch import multiprocessors, run
 
 # A program of backward computes many tiles and loads ahead; forward has a program for each tile. On
 # an H200, 16384x14336: backward takes 625 us (torch's gradient and then the quantiser 545 and 580);

@@ -33,8 +33,7 @@ from shardwise.kernels.grouped import (
     max_blocks,
 )
 from shardwise.kernels.grouped_activation import act_forward, rounded
-from shardwise.kernels.launch import boxes, run
-from shardwise.kernels.symmetric import multiprocessors
+from shardwise.kernels.launch import boxes, multiprocessors, run
 
 
 @triton.jit

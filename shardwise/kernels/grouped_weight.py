@@ -21,8 +21,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 
 from shardwise.kernels.grouped import WEIGHT_TILE, WEIGHT_TILE_16, GroupedTile
 from shardwise.kernels.grouped_fc1 import first_row, halves
-from shardwise.kernels.launch import boxes, run
-from shardwise.kernels.symmetric import multiprocessors
+from shardwise.kernels.launch import boxes, multiprocessors, run
 
 
 @triton.jit

@@ -10,6 +10,7 @@ compiled kernel directly.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -84,3 +85,11 @@ def boxes(tensor: Tensor, shape: list[int]) -> TensorDescriptor:
     vars(descriptor).update(known)
     descriptor.base = tensor
     return descriptor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    # 3 in the interpreter: few, and seldom a divisor of the tiles, so that programs differ in work.
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -38,7 +38,7 @@ def orthogonalise(batch: Tensor, polynomial: Polynomial) -> Tensor:
         return torch.stack([iterate(matrix, polynomial) for matrix in batch])
     if not uses_kernels(batch.device):
         return iterate(batch, polynomial, torch.float16)
-    from shardwise.kernels.normalise import normalise
+    from shardwise.kernels.muon import normalise
 
     packed = normalise(batch)
     return packed.unpadded(orthogonalise_packed(packed, polynomial))

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
-from shardwise.optim.settings import range_problems
+from shardwise.optim.rules import range_problems
 from shardwise.optim.storage import local_of
 
 

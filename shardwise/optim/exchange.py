@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core import comm
+from shardwise.core.agreement import raise_together
 from shardwise.core.memory import counted
 from shardwise.core.streams import Lanes
 from shardwise.optim.ownership import assign_owners
@@ -43,7 +44,7 @@ class Span:
     """A run of elements of a parameter that this rank stores, and that one round exchanges."""
 
     parameter: int
-    begin: int  # counted from the beginning of this rank's part of the parameter
+    begin: int  # elements [begin, end) of the parameter
     end: int
     matrix: int  # the first of its matrices, which have one shape
 
@@ -146,12 +147,6 @@ class Exchange:
             for key, pieces in pieces_of.items()
         }
         self.stored = [stored[id(matrix.pieces)] for matrix in self.matrices]
-        self.begins: dict[int, int] = {}  # by parameter: the first element that this rank stores
-        for matrix, parts in zip(self.matrices, self.stored, strict=True):
-            for lo, _ in parts:
-                self.begins.setdefault(matrix.parameter, matrix.start + lo)
-        # By matrix: its start, counted from the beginning of this rank's part of the parameter.
-        self.offsets = [m.start - self.begins.get(m.parameter, 0) for m in self.matrices]
         self.excluded: frozenset[int] = frozenset()  # local matrices that the caller computes
         self.lanes = Lanes(device)
 
@@ -216,8 +211,8 @@ class Exchange:
         )
 
     def _span(self, index: int, lo: int, hi: int) -> Span:
-        offset = self.offsets[index]
-        return Span(self.matrices[index].parameter, offset + lo, offset + hi, index)
+        matrix = self.matrices[index]
+        return Span(matrix.parameter, matrix.start + lo, matrix.start + hi, index)
 
     def _spans(self, parts: Sequence[Part]) -> list[Span]:
         """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose
@@ -236,17 +231,9 @@ class Exchange:
     def agree(self) -> None:
         """Raise where ranks have planned different exchanges, in which they would wait for each
         other forever (collective)."""
-        for axis in (self.shards, self.replicas):
-            if axis is None or axis.pretends:
-                continue
-            plan = (self.ownership.digest, str(self.results))
-            for rank, other in enumerate(comm.agree(plan, axis)):
-                if other != plan:
-                    raise ValueError(
-                        f"ranks {axis.rank} and {rank} of axis '{axis.name}' planned different "
-                        f"exchanges for {len(self.matrices)} matrices: give every rank the same "
-                        f"parameters, in the same order, with the same settings, and GPUs alike"
-                    )
+        axes = [axis for axis in (self.shards, self.replicas) if axis and not axis.pretends]
+        plan = f"{len(self.matrices)} matrices ({self.ownership.digest}, {self.results})"
+        raise_together("this exchange cannot work", (), [plan], axes, same="plan the same exchange")
 
     @property
     def communicates(self) -> bool:

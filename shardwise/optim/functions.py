@@ -1,22 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NorMuon and SOAP as functions, to read, copy and change: ``ANY[name](lr=...)``.
+"""``sw.matrix_optimizer``: an optimizer of one matrix, written for one device, as a function.
 
-A function gets the gradients of n matrices of one shape, [n, rows, cols], and returns what is
-subtracted from the weights. ``state`` is empty in the first step. The owner of a matrix stores its
-state and calls the function; see matrix_function.py. ``examples/optimizers`` has more of them.
+    @sw.matrix_optimizer
+    def heavy_ball(gradient, state, *, lr, beta=0.9):      # [n, rows, cols]: n matrices
+        if not state:                                       # the first step of these matrices
+            state["momentum"] = torch.zeros_like(gradient)
+        state["momentum"].mul_(beta).add_(gradient)
+        return lr * state["momentum"]                       # subtracted from the weights
+
+    opt = sw.optimizer(model, matrix=heavy_ball(lr=0.1), elementwise=sw.adamw(lr=3e-4))
+
+A call gets matrices of one shape and of one age, the number of steps that they have had. ``state``
+is empty exactly in their first step. After that it holds tensors whose first dimension counts the
+matrices, to be changed in place. The other dimensions are free: [n, rows, rows] for a
+preconditioner, [n] for a number. A function that has an option ``step`` gets the number of the
+step, an int that begins at 1.
+
+The library brings each gradient to the owner of its matrix, stores the state there, saves and loads
+the state under any strategy, and applies weight decay: ``heavy_ball(lr=0.1, weight_decay=0.01)``.
+Every option is a field of the parameter group, so schedulers and groups of ``add_param_group`` can
+change it.
+
+On a CPU the function gets one matrix at a time (n = 1), so its results do not depend on which
+matrices a rank owns. On a GPU it gets all matrices of one shape.
+
+NorMuon and SOAP follow below, to read, copy and change: ``ANY[name](lr=...)``.
+``examples/optimizers`` has more.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, make_dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.polynomials import polynomial_of
-from shardwise.optim.matrix_function import matrix_optimizer
-from shardwise.optim.rules import State
+from shardwise.optim.rules import Rule, State, Step, Template, range_problems
+
+STEP = "step"  # the option that the library fills with the number of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Rule):
+    """The settings of a matrix optimizer. Each function has a subclass, whose fields are its
+    options too."""
+
+    kind: ClassVar[str] = "function"
+    has_whole_states: ClassVar[bool] = True
+
+    function: ClassVar[Callable[..., Tensor]]
+    name: ClassVar[str]
+    options: ClassVar[dict[str, Any]]  # with their defaults; ``lr`` is one
+    counts_steps: ClassVar[bool]
+    templates: ClassVar[dict[Any, Template]]
+
+    lr: float
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if problems := range_problems(self, ("lr", "weight_decay")):  # options are its own
+            raise ValueError(f"{self.name}(...) cannot work: " + "; ".join(problems))
+
+    def whole_states(self, rows: int, cols: int, settings: Mapping[str, Any]) -> Template:
+        """The states of one matrix [rows, cols]; raises the fault of a function that cannot work.
+
+        The function runs once on the meta device, or on zeros if it reads values."""
+        # Without the learning rate, which schedulers change in every step: no shape depends on it.
+        others = {name: settings[name] for name in self.options if name != "lr"}
+        key = rows, cols, repr(others)
+        if key not in self.templates:
+            state: State = {}
+            try:
+                gradient = torch.zeros(1, rows, cols, device="meta")
+                update = self.run(gradient, state, settings)
+            except (NotImplementedError, RuntimeError, ValueError):  # the function reads values
+                state, gradient = {}, torch.zeros(1, rows, cols)
+                update = self.run(gradient, state, settings)
+            _check(self.name, gradient, update, state)
+            self.templates[key] = _template_of(state)
+        return self.templates[key]
+
+    def compute(self, batch: Tensor, state: State, step: Step) -> Tensor:
+        if batch.is_meta:  # a plan, which has no values
+            return torch.zeros_like(batch)
+        _, rows, cols = batch.shape
+        template = self.whole_states(rows, cols, step.settings)
+        update = self.run(batch, state, step.settings, step.age + 1)
+        _check(self.name, batch, update, state)
+        if (left := _template_of(state)) != template:
+            raise ValueError(
+                f"{self.name} changed its state from {template} to {left}: keep the names, "
+                f"shapes and dtypes of the first step"
+            )
+        if step.age == 0 and not bool(torch.isfinite(update).all()):
+            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
+            raise ValueError(
+                f"{self.name}, for {kind} gradients {list(batch.shape)}, returned NaN or "
+                f"infinity in its first step: look at its divisions and roots, or at the loss"
+            )
+        return update
+
+    @classmethod
+    def run(
+        cls, gradient: Tensor, state: State, settings: Mapping[str, Any], step: int = 1
+    ) -> Tensor:
+        """The update of a batch, with the options in its parameter group."""
+        options = {name: settings[name] for name in cls.options}
+        if cls.counts_steps:
+            options[STEP] = step
+        return cls.function(gradient, state, **options)
+
+
+def matrix_optimizer(function: Callable[..., Tensor]) -> type[Any]:
+    """Make a function of whole matrices an optimizer of sharded models; see the module's text.
+
+    Returns a class of settings, for ``sw.optimizer(matrix=...)``: its fields are the options of the
+    function, and ``weight_decay``. The plain function is ``.function``."""
+    name = getattr(function, "__name__", "matrix_optimizer")
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    counts_steps = STEP in options
+    options.pop(STEP, None)
+    variadic = [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(positional) != 2 or variadic or "lr" not in options or "weight_decay" in options:
+        raise TypeError(
+            f"{name}{inspect.signature(function)}: a matrix optimizer takes (gradient, state, *, "
+            f"lr, ...), with options by keyword, and without *args, **kwargs and weight_decay, "
+            f"which the library takes"
+        )
+    made: list[tuple[str, Any, Any]] = [
+        (key, Any, field() if value is inspect.Parameter.empty else field(default_factory=value_of))
+        for key, value in options.items()
+        for value_of in [partial(copy, value)]
+    ]
+    facts = {"name": name, "options": options, "counts_steps": counts_steps, "templates": {}}
+    facts |= {"function": staticmethod(function), "__doc__": function.__doc__}
+    return make_dataclass(name, made, bases=(Function,), namespace=facts, frozen=True, kw_only=True)
+
+
+def _check(name: str, gradient: Tensor, update: Any, state: State) -> None:
+    """Raise the first fault in the results of a function for a batch."""
+    subject = f"{name}, for gradients {list(gradient.shape)} of {gradient.dtype},"
+    if not isinstance(update, Tensor):
+        raise ValueError(f"{subject} returned a {type(update).__name__}, not the update, a tensor")
+    if update.shape != gradient.shape or update.dtype != gradient.dtype:
+        found = f"{list(update.shape)} of {update.dtype}"
+        raise ValueError(f"{subject} returned {found}: return an update like the gradient")
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.ndim < 1 or len(value) != len(gradient):
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{subject} left state[{key!r}] = {shape}: a state is a tensor whose first "
+                f"dimension is {len(gradient)}, with one entry for each matrix"
+            )
+
+
+def _template_of(state: State) -> Template:
+    return {name: (tuple(value.shape[1:]), value.dtype) for name, value in state.items()}
+
+
+# ------------------------------------------------------------------------------ NorMuon and SOAP
 
 
 def orthogonalise(matrices: Tensor, preset: str = "keller") -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.agreement import raise_together
-from shardwise.core.division import ByMatrix, Division
+from shardwise.core.division import ByMatrix
 from shardwise.core.tensor import ShardedTensor
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.tables import Matrices
@@ -36,13 +37,12 @@ from shardwise.optim.gradients import (
     state_cut,
     zero_state,
 )
-from shardwise.optim.matrices import Known, MatrixParameter
 from shardwise.optim.ownership import WIDTH, assign_owners
 from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
-from shardwise.optim.rules import Piece, State, Step
-from shardwise.optim.split import Matrix
+from shardwise.optim.rules import MatrixParameter, Piece, State, Step
+from shardwise.optim.split import Matrix, matrices_of, stored_matrices
 from shardwise.optim.states import AGE, WholeStates, part_of, selected, store
-from shardwise.optim.storage import Sharding, local_of, pieces_of, sharding_of
+from shardwise.optim.storage import Sharding, block_shape, local_of, pieces_of, sharding_of
 
 States = dict[Tensor, dict[str, Any]]
 LEAST_BYTES = 16 << 20  # less memory for matrices that skip the exchange is not worth more launches
@@ -85,12 +85,13 @@ class MatrixGroup:
         self.narrow = self.fused and same and self.blocks is None and self.rule.keeps("compute")
         results = torch.float16 if self.narrow else torch.float32
         shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
+        begins = self._begins(shards.rank if shards is not None else 0)
         # Parameters of other libraries have all of a replica's states on each replica.
         if replicas is not None and all(isinstance(one, ShardedTensor) for one in parameters):
             size = shards.size if shards is not None else 1
             plan = assign_owners(matrices, size, replicas.size, result_width=results.itemsize)
             if evenly_is_cheaper(plan):
-                self.spread = spread_evenly(sharding, parameters)
+                self.spread = spread_evenly(sharding, parameters)  # type: ignore[arg-type]
                 self.sharding = self.spread.sharding
                 matrices = self._matrices()
                 shards, replicas = self.sharding.axis(self.sharding.sharded), None
@@ -99,6 +100,11 @@ class MatrixGroup:
         self.exchange = Exchange(matrices, shards, replicas, device, results=results, apart=apart)
         self.exchange.agree()
         self._divide_between_replicas(sharding)
+        # By parameter: the first element that this rank stores, of the weight and of its states.
+        self.begins = [
+            (begin, state_cut(p).piece[0] if division_of(p) is not None else begin)  # type: ignore[arg-type]
+            for p, begin in zip(parameters, begins, strict=True)
+        ]
         # Rounding of a batched product on a CPU may depend on the other matrices of the batch.
         self.one_by_one = device.type == "cpu"
         self.whole_states: WholeStates | None = None
@@ -106,11 +112,11 @@ class MatrixGroup:
             self.whole_states = WholeStates(
                 self.rule, self.sharding, self.members, self.exchange, self.blocks
             )
-        # By position of a parameter that skips the exchange (with kernels): where its matrices
-        # begin in this rank's part of it, by shape.
-        self.local: dict[int, dict[tuple[int, int], numpy.ndarray]] = {}
+        # Matrices that skip the exchange (with kernels): where they begin in their parameters, by
+        # parameter group and shape, and by parameter.
+        self.local: dict[tuple[int, int, int], dict[int, numpy.ndarray]] = {}
         if self.fused and self.blocks is None and self.rule.keeps("before", "compute", "after"):
-            self.local = self._local_matrices()
+            self._take_local_matrices()
 
     def _blocks(self) -> Blocks | None:
         """How tensor parallelism cuts the matrices; None: they are whole here, or each block counts
@@ -122,13 +128,32 @@ class MatrixGroup:
         return Blocks(axis, self.sharding.block_dim, mode)
 
     def _matrices(self) -> list[Matrix]:
-        known: Known = {}
-        matrices = []
+        # Matrices of parameters that are cut and priced alike are made once. A value holds its
+        # pieces, whose id is part of the key.
+        known: dict[Any, Any] = {}
+        matrices: list[Matrix] = []
         for position, member in enumerate(self.members):
-            spread = self.spread
-            pieces = pieces_of(member.parameter) if spread is None else spread.pieces[position]
-            matrices += member.matrices(position, pieces, known)
+            division = None if self.spread is None else self.spread.divisions[position]
+            pieces = pieces_of(member.parameter, division)
+            shape = member.route.shape_of(block_shape(member.parameter))
+            split, pinned = member.split_here[0], member.pinned and self.spread is None
+            key = (id(pieces), shape, split, pinned, id(member.group))
+            if key not in known:
+                cost = partial(member.rule.cost, settings=member.group)
+                made = stored_matrices(matrices_of(shape, split), pieces, cost, pinned=pinned)
+                known[key] = pieces, made
+            matrices += [
+                replace(matrix, name=member.name + matrix.name, parameter=position)
+                for matrix in known[key][1]
+            ]
         return matrices
+
+    def _begins(self, rank: int) -> list[int]:
+        """By parameter: the first element that this rank stores."""
+        return [
+            next((low for holder, low, _ in pieces_of(member.parameter) if holder == rank), 0)
+            for member in self.members
+        ]
 
     @property
     def divides(self) -> bool:
@@ -142,26 +167,16 @@ class MatrixGroup:
 
     def _divide_between_replicas(self, sharding: Sharding) -> None:
         """Have each gradient reduced to the replicas that compute its matrices."""
-        ownership = self.exchange.ownership
         places = sharding.places(sharding.replicated) if self.exchange.replicas else []
         by_place = sorted(range(len(places)), key=places.__getitem__)
-        # By parameter: where its states begin, counted as spans are; and whether each replica has
-        # all of its states, as of parameters of other libraries.
-        self.state_begins, self.everywhere = [0] * len(self.members), [False] * len(self.members)
         for position, member in enumerate(self.members):
-            division: Division | None = None
             if self.spread is not None:
-                division = self.spread.divisions[position]
+                divide(member.parameter, self.spread.divisions[position])
             elif places:
-                ranges = ownership.replica_ranges[position]
-                division = ByMatrix(tuple(ranges[rank] for rank in by_place))
-            divide(member.parameter, division)
-            if division_of(member.parameter) is None:
-                self.everywhere[position] = True
-            elif self.spread is None:
-                cut = state_cut(member.parameter)  # type: ignore[arg-type]
-                begin = cut.piece[0] - member.parameter.cut.piece[0]  # type: ignore[attr-defined]
-                self.state_begins[position] = max(0, begin)
+                ranges = self.exchange.ownership.replica_ranges[position]
+                divide(member.parameter, ByMatrix(tuple(ranges[rank] for rank in by_place)))
+            else:
+                divide(member.parameter, None)
 
     def state_of(self, position: int, before: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, new or as it was, where it is needed (collective if it
@@ -176,65 +191,63 @@ class MatrixGroup:
 
     # ------------------------------------------------------------------ matrices that stay
 
-    def _local_matrices(self) -> dict[int, dict[tuple[int, int], numpy.ndarray]]:
+    def _take_local_matrices(self) -> None:
         """Take the parameters of which this rank stores only whole plain matrices, and owns them,
-        out of the exchange; returns where these begin."""
+        out of the exchange."""
         exchange = self.exchange
-        stored: dict[int, list[int]] = {}
+        stored: dict[int, list[int]] = {}  # by parameter: its matrices here
         for index, parts in enumerate(exchange.stored):
             if parts:
                 stored.setdefault(exchange.matrices[index].parameter, []).append(index)
-        found: dict[int, dict[tuple[int, int], numpy.ndarray]] = {}
-        excluded: list[int] = []
-        for position, indices in stored.items():
-            plain = not any(exchange.matrices[index].sizes for index in indices)
-            if plain and all(map(exchange.is_local, indices)):
-                begins: dict[tuple[int, int], list[int]] = {}
-                for index in indices:
-                    shape = exchange.matrices[index].shapes[0]
-                    begins.setdefault(shape, []).append(exchange.offsets[index])
-                found[position] = {s: numpy.array(b, numpy.int64) for s, b in begins.items()}
-                excluded += indices
-        exchange.exclude(excluded)
-        return found
+        local = {
+            position: indices
+            for position, indices in stored.items()
+            if all(exchange.is_local(n) and not exchange.matrices[n].sizes for n in indices)
+        }
+        found: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+        for position, indices in local.items():
+            for matrix in (exchange.matrices[index] for index in indices):
+                key = (id(self.members[position].group), *matrix.shapes[0])
+                found.setdefault(key, {}).setdefault(position, []).append(matrix.start)
+        for key, starts in found.items():
+            self.local[key] = {n: numpy.array(each, numpy.int64) for n, each in starts.items()}
+        exchange.exclude(index for indices in local.values() for index in indices)
 
     @property
     def local_bytes(self) -> int:
         """The memory for matrices that skip the exchange: as much as their momentum, so that states
         and step together take no more than AdamW's states."""
         numels = (
-            len(begins) * rows * cols
-            for by_shape in self.local.values()
-            for (rows, cols), begins in by_shape.items()
+            rows * cols * sum(map(len, starts.values()))
+            for (_, rows, cols), starts in self.local.items()
         )
         return max(LEAST_BYTES, WIDTH * sum(numels))
 
     def _step_local(self, now: Now) -> None:
         """Update whole matrices that skip the exchange, shape by shape."""
-        # By parameter group, dtype and shape: the group; flat gradients, weights and states; and
-        # where matrices begin in each.
-        batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]], list[numpy.ndarray]]] = {}
         names = self.rule.row_states
-        for position, begins_of in self.local.items():
-            if not now.given[position]:
-                continue
-            member = self.members[position]
-            states = (local_of(now.states[member.parameter][name]) for name in names)
-            locals_ = (self._gradient(position), local_of(member.parameter), *states)
-            flat = [self._mine(position, local.view(-1)) for local in locals_]
-            for shape, begins in begins_of.items():
-                key = (id(member.group), flat[0].dtype, *shape)
-                empty: list[list[Tensor]] = [[] for _ in flat]
-                _, kinds, places = batches.setdefault(key, (member.group, empty, []))
-                for kind, tensor in zip(kinds, flat, strict=True):
-                    kind.append(tensor)
-                places.append(begins)
-        most_bytes = self.local_bytes
-        for (_, _, rows, cols), (group, kinds, places) in batches.items():
-            grads, weights, *rest = (Matrices(kind, places, rows, cols) for kind in kinds)
-            step = Step(settings=group, clip=now.clip, by_kernels=True)
-            by_name = dict(zip(names, rest, strict=True))
-            self.rule.whole(grads, by_name, weights, most_bytes, step)
+        for (_, rows, cols), starts in self.local.items():
+            by_dtype: dict[torch.dtype, list[int]] = {}  # of gradients
+            for position in starts:
+                if now.given[position]:
+                    by_dtype.setdefault(self._gradient(position).dtype, []).append(position)
+            for chosen in by_dtype.values():
+                columns: list[list[Tensor]] = []
+                for position in chosen:
+                    (first, state_first), states = (
+                        self.begins[position],
+                        self._states(now, position),
+                    )
+                    weight = self._weight(position)[state_first - first :]
+                    columns.append([self._gradient(position), weight, *states.values()])
+                places = [starts[position] - self.begins[position][1] for position in chosen]
+                gradients, weights, *rest = (
+                    Matrices(column, places, rows, cols) for column in zip(*columns, strict=True)
+                )
+                by_name = dict(zip(names, rest, strict=True))
+                group = self.members[chosen[0]].group
+                step = Step(settings=group, clip=now.clip, by_kernels=True)
+                self.rule.whole(gradients, by_name, weights, self.local_bytes, step)
 
     # ------------------------------------------------------------------ a step
 
@@ -256,8 +269,8 @@ class MatrixGroup:
             self._after(now, spans, updates)
             del updates
         if self.spread is not None:
-            weights = [local_of(member.parameter) for member in self.members]
-            self.spread.gather([n for n, has in enumerate(given) if has], weights)
+            wanted = {number for number, has in enumerate(given) if has}
+            self.spread.gather(wanted, [member.parameter for member in self.members])  # type: ignore[misc]
         if self.whole_states is not None:
             for parameter in written:
                 states[parameter][AGE] += 1
@@ -291,11 +304,7 @@ class MatrixGroup:
 
     def _pieces(self, spans: Sequence[Span]) -> list[Piece]:
         """Where spans lie in their parameters (in their tiles, under tensor parallelism)."""
-        offsets = [self.exchange.begins[span.parameter] for span in spans]
-        return [
-            Piece(self.members[span.parameter].name, at + span.begin, at + span.end)
-            for span, at in zip(spans, offsets, strict=True)
-        ]
+        return [Piece(self.members[one.parameter].name, one.begin, one.end) for one in spans]
 
     def _before(self, now: Now, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
         """Write the values from which a round is computed to ``places``: zeros where there is no
@@ -304,17 +313,20 @@ class MatrixGroup:
         absent = [place for span, place in pairs if not now.given[span.parameter]]
         if absent:
             torch._foreach_zero_(absent)
-        if self.rule.row_states:
-            device = self.exchange.device
-            elsewhere = (s for s in spans[len(places) :] if self.everywhere[s.parameter])
+        if self.rule.row_states:  # of other libraries, which have all states on each replica
+            members, device = self.members, self.exchange.device
+            elsewhere = (
+                span
+                for span in spans[len(places) :]
+                if division_of(members[span.parameter].parameter) is None
+            )
             pairs += [(span, torch.empty(span.numel, device=device)) for span in elsewhere]
         for numbers, step in self._alike(now, [span for span, _ in pairs]):
             mine = [pairs[number] for number in numbers]
             states: dict[str, list[Tensor]] = {name: [] for name in self.rule.row_states}
             for span, _ in mine:
-                state = now.states[self.members[span.parameter].parameter]
-                for name, pieces in states.items():
-                    pieces.append(self._piece(span, local_of(state[name]).view(-1)))
+                for name, state in self._states(now, span.parameter).items():
+                    states[name].append(self._piece(span, state))
             gradients = [self._piece(span, self._gradient(span.parameter)) for span, _ in mine]
             self.rule.before(gradients, states, [place for _, place in mine], step)
 
@@ -322,16 +334,17 @@ class MatrixGroup:
         """The updates of the matrices that this rank owns, batch by batch."""
         begins = any(has and not age for has, age in zip(now.given, now.ages, strict=True))
         first = self.whole_states is not None and begins
-        axes = [axis for axis in self.sharding.axes if not axis.pretends]
-        if not first or not axes:
-            return [self._updates(now, batch) for batch in batches]
         # Most functions that cannot work fail in their first step, and on an owner alone.
+        axes = [axis for axis in self.sharding.axes if first and not axis.pretends]
         problems, results = [], []
         try:
             results = [self._updates(now, batch) for batch in batches]
         except Exception as error:
+            if not axes:
+                raise
             problems.append(str(error))
-        raise_together("the first step failed", problems, (), axes, same="")
+        if axes:
+            raise_together("the first step failed", problems, (), axes, same="")
         return results
 
     def _updates(self, now: Now, batch: Batch) -> Tensor:
@@ -374,23 +387,27 @@ class MatrixGroup:
         for numbers, step in self._alike(now, spans):
             weights = []
             for span in (spans[number] for number in numbers):
-                weight = local_of(self.members[span.parameter].parameter).view(-1)
-                weights.append(self._mine(span.parameter, weight)[span.begin : span.end])
+                first = self.begins[span.parameter][0]
+                weights.append(self._weight(span.parameter)[span.begin - first : span.end - first])
             self.rule.after(weights, [updates[number] for number in numbers], step)
 
-    def _mine(self, position: int, flat: Tensor) -> Tensor:
-        """The part of a flat weight, or of a state or gradient, that this rank updates."""
-        return flat if self.spread is None else self.spread.take(position, flat)
+    def _weight(self, position: int) -> Tensor:
+        return local_of(self.members[position].parameter).view(-1)
 
-    def _piece(self, span: Span, flat: Tensor) -> Tensor:
-        """The elements of a span in a flat state or gradient."""
-        begin = self.state_begins[span.parameter]
-        return self._mine(span.parameter, flat)[span.begin - begin : span.end - begin]
+    def _states(self, now: Now, position: int) -> dict[str, Tensor]:
+        """The row states of a parameter, flat."""
+        state = now.states[self.members[position].parameter]
+        return {name: local_of(state[name]).view(-1) for name in self.rule.row_states}
 
     def _gradient(self, position: int) -> Tensor:
         grad = gradient_of(self.members[position].parameter)
         assert grad is not None
         return grad.reshape(-1)
+
+    def _piece(self, span: Span, flat: Tensor) -> Tensor:
+        """The elements of a span in a flat state or gradient."""
+        first = self.begins[span.parameter][1]
+        return flat[span.begin - first : span.end - first]
 
 
 def matrix_groups(members: Sequence[MatrixParameter]) -> list[MatrixGroup]:

@@ -26,8 +26,7 @@ from shardwise.kernels.polynomials import DEFAULT, Polynomial, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import KIND
-from shardwise.optim.rules import Rule, State, Step
-from shardwise.optim.settings import range_problems
+from shardwise.optim.rules import Rule, State, Step, range_problems
 from shardwise.words import choice_problems
 
 # The factor on the learning rate of a matrix [out, in].
@@ -111,7 +110,7 @@ class MuonSettings(Rule):
         buffers, settings = states["momentum_buffer"], step.settings
         if step.by_kernels:
             if not buffers[0].is_meta:
-                from shardwise.kernels.momentum import accumulate
+                from shardwise.kernels.muon import accumulate
 
                 accumulate(gradients, buffers, places, clip=step.clip, **_momentum(settings))
             return
@@ -127,7 +126,7 @@ class MuonSettings(Rule):
         nbytes = workspace_bytes(count, rows, cols, polynomial, step.by_kernels)
         if step.narrow:
             if not (planned := batch.is_meta):
-                from shardwise.kernels.normalise import normalise
+                from shardwise.kernels.muon import normalise
 
                 packed = normalise(batch)
             updates = batch.half() if planned else packed.values
@@ -181,7 +180,7 @@ class MuonSettings(Rule):
             with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), KIND):
                 if weights[0].is_meta:
                     continue
-                from shardwise.kernels.momentum import pack
+                from shardwise.kernels.muon import pack
 
                 given = gradients[part], momenta[part]
                 packed = pack(*given, clip=step.clip, **_momentum(settings))
@@ -203,7 +202,7 @@ def _apply(
     """Decay and update by a kernel in one pass; the updates are multiplied by ``factor``."""
     if weights[0].is_meta:
         return
-    from shardwise.kernels.update import apply
+    from shardwise.kernels.muon import apply
 
     settings = step.settings
     lr = float(settings["lr"])

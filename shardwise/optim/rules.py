@@ -16,16 +16,23 @@ settings under the same names, and a step reads them there, because schedulers c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.core.tensor import ShardedTensor
 from shardwise.kernels.polynomials import DEFAULT, cost, polynomial_of
 from shardwise.kernels.tables import Matrices
 from shardwise.optim.blocks import Blocks
+from shardwise.optim.routing import Route
+from shardwise.optim.split import Split
+from shardwise.optim.storage import sharding_of
 
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by state: its shape and dtype
@@ -122,3 +129,91 @@ class Rule:
         """All three hooks for matrices that this rank owns and stores whole, by kernels, as many at
         a time as ``most_bytes`` of memory allow."""
         raise NotImplementedError
+
+
+@dataclass(eq=False)
+class MatrixParameter:
+    """One parameter of a matrix optimizer: a matrix, or several."""
+
+    name: str
+    parameter: Tensor
+    route: Route
+    group: dict[str, Any]  # the parameter group of the optimizer
+    rule: Rule
+
+    @cached_property
+    def split_here(self) -> tuple[Split | None, bool]:
+        """The split of this rank's block (without tensor parallelism, of the parameter), and
+        whether the matrices in it are whole."""
+        sharding, split = sharding_of(self.parameter), self.route.split
+        if split is None or not any(sharding.blocked):
+            return split, not any(sharding.blocked)
+        count, shape = sharding.count(sharding.blocked), tuple(self.parameter.shape)
+        within = split.within(shape, sharding.block_dim, count, sharding.block)
+        assert within is not None, "refused at construction"
+        return within
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the layout stores every matrix on one rank on purpose."""
+        if not isinstance(self.parameter, ShardedTensor):
+            return False
+        grain = self.parameter.cut.layout.items[self.parameter.cut.index].grain
+        # A stack [n, rows, cols] is cut between its matrices.
+        stacked = len(self.route.shape_of(self.parameter.shape)) == 3
+        return grain.kind == "tensor" and (grain.count == 1 or stacked)
+
+
+# ------------------------------------------------------------------------------ settings
+
+# By name: the numbers are 0 or more and below this bound; how many numbers there are.
+RANGES = {
+    "lr": (math.inf, 1),
+    "weight_decay": (math.inf, 1),
+    "eps": (math.inf, 1),
+    "momentum": (1.0, 1),
+    "betas": (1.0, 2),
+}
+_FLAGS: dict[str, tuple[Any, ...]] = {"nesterov": (True, False), "fused": (True, False, None)}
+
+
+def range_problems(settings: Any, names: Iterable[str] = (*RANGES, *_FLAGS)) -> list[str]:
+    """A sentence for each of these settings whose value no optimizer can step with."""
+    problems = []
+    for name in (name for name in names if hasattr(settings, name)):
+        value = getattr(settings, name)
+        if name in _FLAGS and not any(value is flag for flag in _FLAGS[name]):
+            problems.append(f"{name}={value!r} must be one of {_FLAGS[name]}")
+        if name in RANGES:
+            below, count = RANGES[name]
+            numbers = [value] if count == 1 else value if isinstance(value, list | tuple) else []
+            if len(numbers) != count or not all(_is_number(one, below) for one in numbers):
+                several = "" if count == 1 else f"{count} numbers, each "
+                bound = "finite" if below == math.inf else f"below {below:g}"
+                problems.append(f"{name}={value!r} must be {several}0 or more, and {bound}")
+    return problems
+
+
+def _is_number(value: Any, below: float) -> bool:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta or value.is_complex():
+            return False
+        value = value.item()
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < below
+
+
+def group_of(settings: Any, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """A parameter group that holds the settings under their names, as values for a checkpoint; and
+    the settings themselves as "rule", which the optimizer takes out."""
+    values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    if settings.kind == "function":
+        values["function"] = settings.name
+    return {"params": list(parameters), "kind": settings.kind, "rule": settings} | values
+
+
+def changed(settings: Any, changes: dict[str, Any]) -> Any:
+    """The settings with some changed; raises what no optimizer can step with."""
+    known = [entry.name for entry in fields(settings)]
+    if unknown := [name for name in changes if name not in known]:
+        raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
+    return replace(settings, **changes)

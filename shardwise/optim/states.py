@@ -31,8 +31,7 @@ from shardwise.core.tensor import ShardedTensor
 from shardwise.core.tile import replicated_tile
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import Exchange, Key
-from shardwise.optim.matrices import MatrixParameter
-from shardwise.optim.rules import Rule, State, Template
+from shardwise.optim.rules import MatrixParameter, Rule, State, Template
 from shardwise.optim.storage import Sharding, cut_into_pieces, local_of
 
 AGE = "step"  # the state that counts the steps of a parameter

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.core import comm
+from shardwise.core.division import Division, Piece
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import chunk_range, joint_places
-from shardwise.core.tensor import Backing, ShardedTensor
-from shardwise.optim.split import Piece
+from shardwise.core.tensor import ShardedTensor
 
 Flags = tuple[bool, ...]  # one per mesh axis
 
@@ -215,30 +215,37 @@ def block_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def pieces_of(parameter: Tensor) -> Sequence[Piece]:
-    """The elements of a parameter, or of its block, that each rank stores; sorted by element."""
+def pieces_of(parameter: Tensor, division: Division | None = None) -> Sequence[Piece]:
+    """The elements of a parameter, or of its block, that each rank stores; sorted by element. With
+    a ``division``, replicas are shards, and each rank has what it updates."""
     if isinstance(parameter, ShardedTensor):
         cut = parameter.cut
-        sizes = tuple(itertools.compress(sharding_of(parameter).sizes, cut.sharded))
-        return _packed_pieces(cut.layout, cut.index, sizes)
+        flags = [sharded or division is not None for sharded in cut.sharded]
+        sizes = tuple(itertools.compress(sharding_of(parameter).sizes, flags))
+        return _packed_pieces(cut.layout, cut.index, sizes, division)
     if isinstance(parameter, DTensor):
         return _chunked_pieces(parameter)
     return [(0, 0, parameter.numel())]
 
 
 @lru_cache(maxsize=1 << 10)
-def _packed_pieces(layout: Layout, index: int, sizes: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The pieces of one item over sharded axes of these sizes; layers that are alike share them."""
+def _packed_pieces(
+    layout: Layout, index: int, sizes: tuple[int, ...], division: Division | None
+) -> tuple[Piece, ...]:
+    """The pieces of one item over axes of these sizes; layers that are alike share them."""
     rank_of = {place: rank for rank, place in enumerate(joint_places(sizes))}
-    run = layout.num_shards // math.prod(sizes)
+    copies = 1 if division is None else len(division)
+    run = layout.num_shards * copies // math.prod(sizes)
     shards, numel = layout.holders(index), layout.items[index].numel
     first, last, width = shards[0] // run, shards[-1] // run, run * layout.shard_size
     begin = first * width - layout.starts[index]
-    lows = range(begin, begin + (last - first + 1) * width, width)
-    return tuple(
-        (rank_of[holder], low if low > 0 else 0, min(low + width, numel))
-        for holder, low in enumerate(lows, first)
-    )
+    pieces = []
+    for holder in range(first, last + 1):
+        low = begin + (holder - first) * width
+        span = max(low, 0), min(low + width, numel)
+        parts = [(0, span)] if division is None else division.parts(holder, *span)
+        pieces += [(rank_of[holder * copies + replica], *part) for replica, part in parts]
+    return tuple(pieces)
 
 
 def _chunked_pieces(parameter: DTensor) -> list[Piece]:
@@ -264,14 +271,9 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def buffer_of(parameter: Tensor) -> Backing | None:
-    """The buffer that stores a parameter, if it is one of ours."""
-    return parameter.buffer if isinstance(parameter, ShardedTensor) else None
-
-
 def mark_written(parameters: Sequence[Tensor]) -> None:
     """Count one write to each buffer of these parameters. Every rank does so, also a rank that
     stores nothing of a buffer."""
-    buffers = {id(buffer): buffer for buffer in map(buffer_of, parameters)}
+    buffers = {id(p.buffer): p.buffer for p in parameters if isinstance(p, ShardedTensor)}
     for buffer in filter(None, buffers.values()):
         buffer.writes += 1

@@ -28,9 +28,9 @@ from shardwise.core.streams import Lanes
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
+from shardwise.optim.optimizers import ShardedOptimizer
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.optim.settings import group_of
-from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.optim.rules import group_of
 from shardwise.planning.activations import Follower, following
 from shardwise.planning.planned import Measured, Options, Phase
 from shardwise.planning.units import META, ranks_at

@@ -22,10 +22,9 @@ from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.optim.elementwise import adamw
 from shardwise.optim.functions import ANY
-from shardwise.optim.matrix_function import FunctionSettings
-from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.optimizers import optimizer
-from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.optim.muon import muon
+from shardwise.optim.optimizers import ShardedOptimizer, optimizer
+from shardwise.optim.rules import Rule
 from shardwise.precision.policy import sides_in
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
@@ -201,7 +200,7 @@ def check_compiler(config: TrainConfig, world: World) -> None:
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
     decay = config.weight_decay
-    matrices: MuonSettings | FunctionSettings | None = None
+    matrices: Rule | None = None
     if config.optimizer == "muon":
         matrices = muon(lr=config.matrix_lr, weight_decay=decay)
     elif config.optimizer != "adamw":

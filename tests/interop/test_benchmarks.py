@@ -21,18 +21,25 @@ def test_figures_by_arithmetic(tmp_path: Path) -> None:
     replicas.main(["--largest", "2", "--results", str(tmp_path / "replicas")])
     for table in tables_of(tmp_path / "replicas"):
         assert all(0 < row["sent_ratio"] < replicas.BAR for row in table["rows"])  # type: ignore[attr-defined]
+    evenly = replicas.row_of(
+        "data_parallel, zero(0)", 128
+    )  # owners balance, whatever a bucket keeps
+    assert evenly["rule"] == "evenly" and evenly["received_ratio"] < 1.02  # type: ignore[operator]
     padding.main(["--largest", "16", "--results", str(tmp_path / "padding")])
     (table,) = tables_of(tmp_path / "padding")
     assert len(table["rows"]) > 4 and all(row["padding"] < 3 for row in table["rows"])  # type: ignore[arg-type, attr-defined]
 
 
 def test_muon_beside_its_peers(tmp_path: Path) -> None:
-    cases = "fsdp2-adamw,fsdp2-muon,fsdp2-dion,zero3-adamw,zero3-muon"
-    muon.main(["step", "--tiny", "--cases", cases, "--results", str(tmp_path)])
+    cases = "fsdp2-adamw,fsdp2-muon,fsdp2-dion,fsdp2-gather,fsdp2-ours,zero3-adamw,zero3-muon"
+    muon.main(["peers", "--tiny", "--cases", cases, "--results", str(tmp_path)])
     (table,) = tables_of(tmp_path)
     rows = {row["case"]: row for row in table["rows"]}  # type: ignore[attr-defined]
     assert rows["shardwise zero(3), Muon"]["ratio"] > 0, "and dion is not installed: a row says so"
     assert any(str(name).startswith("torch FSDP2, Muon of dion: ") for name in rows)
+    sent = {name: row.get("sent_matrices", 0) for name, row in rows.items()}
+    assert sent["torch FSDP2, every matrix on every rank"] == 2 * 47104 * 2 * 7 / 8 / 2**20
+    assert 0 < sent["torch FSDP2, sw.Muon"] < 0.6 * sent["torch FSDP2, every matrix on every rank"]
 
 
 def test_experts_and_their_peer_learn_the_same() -> None:

@@ -196,7 +196,7 @@ def test_bad_parameters_are_refused_together() -> None:
         )
     for part in (
         "'bias' of shape [3] is no matrix",
-        "['betas'], which Muon does not know",
+        "betas is unknown",
         "again is given twice",
         "text is a str",
     ):

@@ -19,27 +19,19 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 
 if INSIDE:
-    from shardwise.kernels import (
-        adamw,
-        factors,
-        iterate,
-        momentum,
-        normalise,
-        product,
-        row_sums,
-        symmetric,
-        update,
-    )
+    import triton.language as tl
+
+    from shardwise.kernels import adamw, iterate, muon, products, row_sums
     from shardwise.kernels.newton_schulz import orthogonalise
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
     from shardwise.kernels.polynomials import Polynomial
-    from shardwise.kernels.symmetric import ProductTile
+    from shardwise.kernels.products import ProductTile
     from shardwise.kernels.tables import Matrices
-    from tests.kernel_cases import PRESETS
+    from tests.kernel_cases import PRESETS, pack_reference
 
     TILES = [
-        ProductTile(rows=16, columns=32, step=16, warps=4, stages=2, persistent=True),
-        ProductTile(rows=16, columns=16, step=32, warps=4, stages=2, persistent=False),
+        ProductTile(rows=16, step=16, warps=4, stages=2),
+        ProductTile(rows=32, step=32, warps=4, stages=2),
     ]
     TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
 
@@ -67,20 +59,20 @@ def test_symmetric_product(tile: int, tall: bool, dtype: torch.dtype) -> None:
     x = x.mT.contiguous() if tall else x
     scales = torch.rand(3, 2) + 0.5
     d = poisoned(3, 40, 40, dtype=dtype)
-    squares = poisoned(3, symmetric.tiles_per_matrix(40, chosen))
+    squares = poisoned(3, sum(products.tiles_of(40, chosen)))
     options = {"alpha": 1.5, "scales": scales}
-    symmetric.symmetric_product(x, x, d, chosen, **options, squares=squares, tall=tall)
-    expected = symmetric.reference(x, x, **options, tall=tall)
+    products.symmetric_product(x, x, d, chosen, **options, squares=squares, tall=tall)
+    expected = products.symmetric_reference(x, x, **options, tall=tall)
     assert relative(d, expected) < TOLERANCE[dtype]
     assert torch.equal(d, d.mT)
     assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-6
     e = poisoned(3, 40, 40, dtype=dtype)
     options = {"alpha": 0.5, "beta": -2.0, "shift": 0.7, "scales": scales}
-    symmetric.symmetric_product(d, d, e, chosen, **options)
-    assert relative(e, symmetric.reference(d, d, **options)) < TOLERANCE[dtype]
+    products.symmetric_product(d, d, e, chosen, **options)
+    assert relative(e, products.symmetric_reference(d, d, **options)) < TOLERANCE[dtype]
     f = poisoned(3, 40, 40, dtype=dtype)
-    symmetric.symmetric_product(x, x, f, chosen, **options, c=e, tall=tall)
-    expected = symmetric.reference(x, x, **options, c=e, tall=tall)
+    products.symmetric_product(x, x, f, chosen, **options, c=e, tall=tall)
+    expected = products.symmetric_reference(x, x, **options, c=e, tall=tall)
     assert relative(f, expected) < TOLERANCE[dtype] and torch.equal(f, f.mT)
 
 
@@ -91,12 +83,12 @@ def test_no_tile_is_for_nothing(size: int) -> None:
     x = torch.randn(2, size, 8, dtype=torch.float16)
     for tile in TILES:
         d = poisoned(2, size, size, dtype=torch.float16)
-        squares = poisoned(2, symmetric.tiles_per_matrix(size, tile))
-        symmetric.symmetric_product(x, x, d, tile, squares=squares)
-        expected = symmetric.reference(x, x)
+        squares = poisoned(2, sum(products.tiles_of(size, tile)))
+        products.symmetric_product(x, x, d, tile, squares=squares)
+        expected = products.symmetric_reference(x, x)
         assert relative(d, expected) < 4e-4 and torch.equal(d, d.mT)
         assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-6
-        wides, squares_left = symmetric.tiles_of(size, tile)
+        wides, squares_left = products.tiles_of(size, tile)
         blocks = -(-size // tile.rows)
         computed = wides * tile.columns // tile.rows + squares_left
         assert computed == blocks * (blocks + 1) // 2, "the triangle, to the block"
@@ -109,8 +101,8 @@ def test_product(tile: int, tall: bool) -> None:
     x = torch.randn(2, 40, 72, dtype=torch.float16)
     x = x.mT.contiguous() if tall else x
     out, scales = poisoned(*x.shape, dtype=torch.float16), torch.tensor([0.5, 2.0])
-    product.product(q, x, out, TILES[tile], alpha=0.3, scales=scales, tall=tall)
-    expected = product.reference(q, x, alpha=0.3, scales=scales, tall=tall)
+    products.product(q, x, out, TILES[tile], alpha=0.3, scales=scales, tall=tall)
+    expected = products.product_reference(q, x, alpha=0.3, scales=scales, tall=tall)
     assert relative(out, expected) < TOLERANCE[torch.float16]
 
 
@@ -121,8 +113,8 @@ def test_factors(tiles: int) -> None:
     inverse[2] = 0
     if squares is not None:
         squares[2] = 0
-    found = factors.factors(inverse, squares, 4096.0, 1.01)
-    for name, expected in vars(factors.reference(inverse, squares, 4096.0, 1.01)).items():
+    found = iterate.factors(inverse, squares, 4096.0, 1.01)
+    for name, expected in vars(iterate.factors_reference(inverse, squares, 4096.0, 1.01)).items():
         value = getattr(found, name)
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
         assert value.data_ptr() % 16 == 0 and value.is_contiguous(), name
@@ -133,7 +125,7 @@ def test_factors(tiles: int) -> None:
 def test_normalise(size: float) -> None:
     batch = size * torch.randn(3, 9, 21)
     batch[2] = 0
-    found, expected = normalise.normalise(batch), normalise.reference(batch)
+    found, expected = muon.normalise(batch), muon.normalise_reference(batch)
     assert torch.equal(found.values, expected.values)
     assert found.values.shape == (3, 16, 24) and not found.values[:, 9:].any()
     torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
@@ -153,13 +145,13 @@ def test_momentum(shape: tuple[int, int], nesterov: bool) -> None:
     states = [1e-6 * torch.randn(shape) for _ in range(3)]
     copies = [[state.clone() for state in states] for _ in range(2)]
     options = {"beta": 0.9, "nesterov": nesterov}
-    expected = momentum.pack_reference(grads, copies[0], **options)
-    found = momentum.pack(grads, states, **options)
+    expected = pack_reference(grads, copies[0], **options)
+    found = muon.pack(grads, states, **options)
     torch.testing.assert_close(states, copies[0], rtol=1e-6, atol=1e-13)
     assert relative(found.values, expected.values) < 4e-4
     torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
     buffer = poisoned(3, shape[0] * shape[1])  # one send buffer, pieces side by side
-    momentum.accumulate(grads, copies[1], list(buffer), **options)
+    muon.accumulate(grads, copies[1], list(buffer), **options)
     assert all(map(torch.equal, copies[1], states))
     scaled = found.unpadded(found.values)[1].float() * found.inverse_norms[1]
     torch.testing.assert_close(
@@ -190,11 +182,11 @@ def uneven() -> Tensor:
 @inside
 def test_a_bad_guess_is_settled() -> None:
     batch = uneven()
-    expected = normalise.reference(batch)
+    expected = muon.normalise_reference(batch)
     rms = expected.values[:3].float().square().mean((1, 2)).sqrt()
     assert bool(((rms[:2] > 0.99) & (rms[:2] < 2.01)).all()), "the whole's rms, not the sample's"
     assert rms[2] > 2.01, "a guess that serves is kept"
-    found = normalise.normalise(torch.cat([batch, torch.full_like(batch[:1], float("nan"))]))
+    found = muon.normalise(torch.cat([batch, torch.full_like(batch[:1], float("nan"))]))
     assert torch.equal(found.values[:4], expected.values)
     torch.testing.assert_close(found.inverse_norms[:4], expected.inverse_norms)
     assert bool(found.values[4].isnan().all()) and bool(found.inverse_norms[4].isnan())
@@ -202,12 +194,12 @@ def test_a_bad_guess_is_settled() -> None:
     grads, states = list(batch), list(0.1 * batch)
     copies = [state.clone() for state in states]
     wire = poisoned(*batch.shape)
-    momentum.accumulate(grads, copies, list(wire), beta=0.9)
-    packed, owner = momentum.pack(grads, states, beta=0.9), normalise.normalise(wire)
+    muon.accumulate(grads, copies, list(wire), beta=0.9)
+    packed, owner = muon.pack(grads, states, beta=0.9), muon.normalise(wire)
     assert all(map(torch.equal, states, copies))
     assert torch.equal(packed.values, owner.values)
     assert torch.equal(packed.inverse_norms, owner.inverse_norms)
-    alone = momentum.pack([grads[1]], [0.1 * batch[1]], beta=0.9)
+    alone = muon.pack([grads[1]], [0.1 * batch[1]], beta=0.9)
     assert torch.equal(alone.values[0], packed.values[1]), "bits depend on the matrix alone"
 
 
@@ -220,9 +212,11 @@ def test_a_guess_is_kept_as_long_as_it_serves(guessed: float, kept: bool) -> Non
     batch, values = torch.ones(1, 64, 64), poisoned(1, 64, 64, dtype=torch.float16)
     samples = torch.full((1, SAMPLES), guessed**2 / SAMPLES, dtype=torch.float64)
     partials, inverse = torch.full((1, 1), 4096.0, dtype=torch.float64), poisoned(1)
-    normalise._normalise_kernel[(1, 1)](
-        batch, 4096, values, samples, partials, inverse, 1, 4096, 1, 64, 64, 4096,
-        work=normalise.SETTLE.value, rim=False, block=BLOCK, chunk=BLOCK, width=1, num_warps=8,
+    muon._momentum_kernel[(1, 1)](
+        batch, batch, 4096, 0.0, 0.0, values, samples, partials, inverse,
+        1, 4096, 1, 64, 64, 4096, clipped=False,
+        grad_type=tl.float32, out_type=tl.float16, work=muon.SETTLE.value, moves=False,
+        nesterov=False, aligned=False, rim=False, block=BLOCK, chunk=BLOCK, width=1, num_warps=8,
     )  # fmt: skip
     assert bool(values.isnan().all()) if kept else bool((values == 1).all())
     assert float(inverse) == (guessed / 64 if kept else 1 / 64)
@@ -231,14 +225,14 @@ def test_a_guess_is_kept_as_long_as_it_serves(guessed: float, kept: bool) -> Non
 @inside
 @pytest.mark.parametrize(("shape", "rule"), [((16, 64), "plain"), ((7, 13), "cautious")], ids=str)
 def test_update(shape: tuple[int, int], rule: str) -> None:
-    packed = normalise.normalise(torch.randn(2, *shape))
+    packed = muon.normalise(torch.randn(2, *shape))
     pieces = [piece.contiguous() for piece in packed.unpadded(packed.values)]
     weights = [torch.randn(shape) for _ in range(2)]
     copies = [weight.clone() for weight in weights]
     options = {"step": 0.1, "decay": 0.25, "rule": rule}
-    expected = [update.reference(w, o, **options) for w, o in zip(weights, pieces, strict=True)]
-    update.apply(weights, packed.values, **options)
-    update.apply(copies, pieces, **options)
+    expected = [muon.apply_reference(w, o, **options) for w, o in zip(weights, pieces, strict=True)]
+    muon.apply(weights, packed.values, **options)
+    muon.apply(copies, pieces, **options)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
     assert all(map(torch.equal, weights, copies))
 
@@ -288,7 +282,7 @@ def test_the_iteration_computes_the_preset(preset: str) -> None:
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 2e-2)):
         if dtype == torch.float32 and preset in ("you", "s4"):
             continue  # the algebra of polar_express and of nonic with other numbers
-        found = run(normalise.normalise(batch, dtype), polynomial)
+        found = run(muon.normalise(batch, dtype), polynomial)
         assert found.shape == batch.shape and not found[1:].any()
         assert relative(found[0], expected[0]) < tolerance, relative(found[0], expected[0])
 
@@ -297,12 +291,12 @@ def test_the_iteration_computes_the_preset(preset: str) -> None:
 def test_bits_do_not_depend_on_the_batch() -> None:
     batch = torch.randn(2, 12, 28)
     polynomial = Polynomial(coefficients=PRESETS["s4"].coefficients[:3], restart=1)
-    together = run(normalise.normalise(batch), polynomial)
+    together = run(muon.normalise(batch), polynomial)
     for index in range(2):
-        alone = run(normalise.normalise(batch[index : index + 1]), polynomial)
+        alone = run(muon.normalise(batch[index : index + 1]), polynomial)
         assert torch.equal(alone[0], together[index])
     batch[1] = float("nan")
-    beside = run(normalise.normalise(batch), polynomial)
+    beside = run(muon.normalise(batch), polynomial)
     assert torch.equal(beside[0], together[0]) and bool(beside[1].isnan().any())
 
 
@@ -313,7 +307,7 @@ def test_the_iteration_restarts_where_told(restart: int) -> None:
     torch.manual_seed(5)
     batch = torch.randn(1, 16, 24)
     expected = orthogonalise(batch.double(), polynomial)
-    found = run(normalise.normalise(batch, torch.float32), polynomial)
+    found = run(muon.normalise(batch, torch.float32), polynomial)
     assert relative(found, expected) < 1e-3
 
 
@@ -326,19 +320,19 @@ def test_a_clip_scales_gradients_and_stops_a_step() -> None:
     grads, states, weights = (Matrices([one], begins, *shape) for one in flat)
     plain = [grad * 0.25 for grad in grads]
     copies = [[one.clone() for one in column] for column in (states, weights)]
-    expected = momentum.pack(plain, copies[0], **rule)
-    update.apply(copies[1], expected.values, step=0.1, decay=0.2)
+    expected = muon.pack(plain, copies[0], **rule)
+    muon.apply(copies[1], expected.values, step=0.1, decay=0.2)
     clip = torch.tensor([0.25, 0.0])
-    found = momentum.pack(grads, states, clip=clip, **rule)
-    update.apply(weights, found.values, step=0.1, decay=0.2, clip=clip)
+    found = muon.pack(grads, states, clip=clip, **rule)
+    muon.apply(weights, found.values, step=0.1, decay=0.2, clip=clip)
     assert torch.equal(found.values, expected.values)
     assert all(map(torch.equal, states, copies[0]))
     assert all(map(torch.equal, weights, copies[1])), "the same bits as gradients scaled before"
     broken = torch.tensor([float("nan"), 1.0])
     outs = poisoned(4, 112)
-    momentum.pack(grads[1:], states[1:], clip=broken, **rule)
-    momentum.accumulate(grads, states, list(outs), clip=broken, **rule)
-    update.apply(weights, outs.view(4, 7, 16).half().new_zeros(4, 8, 16), step=1.0, clip=broken)
+    muon.pack(grads[1:], states[1:], clip=broken, **rule)
+    muon.accumulate(grads, states, list(outs), clip=broken, **rule)
+    muon.apply(weights, outs.view(4, 7, 16).half().new_zeros(4, 8, 16), step=1.0, clip=broken)
     assert all(map(torch.equal, states, copies[0])) and all(map(torch.equal, weights, copies[1]))
 
 

@@ -19,16 +19,8 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from shardwise.kernels import (  # noqa: E402
-    adamw,
-    factors,
-    fp8_codes,
-    momentum,
-    product,
-    symmetric,
-    update,
-)
-from shardwise.kernels.symmetric import WIDE  # noqa: E402
+from shardwise.kernels import adamw, fp8_codes, iterate, muon, products  # noqa: E402
+from shardwise.kernels.products import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
 SCALARS = dict.fromkeys(
@@ -79,16 +71,14 @@ def test_symmetric_product(tall: bool) -> None:
     }
     constants = {
         "block": rows,
-        "ratio": columns // rows,
         "step": step,
         "tall": tall,
         "has_scales": True,
         "has_beta": not tall,
         "has_shift": not tall,
         "has_squares": tall,
-        "flatten": WIDE.flatten,
     }
-    check(compiled(symmetric._symmetric_kernel, constants, types), products=True)
+    check(compiled(products._symmetric_kernel, constants, types), products=True)
 
 
 def test_product() -> None:
@@ -102,12 +92,11 @@ def test_product() -> None:
         "rows": rows,
         "columns": columns,
         "step": step,
-        "band": product.BAND,
+        "band": products.BAND,
         "transposed": False,
         "has_scales": True,
-        "flatten": WIDE.flatten,
     }
-    check(compiled(product._product_kernel, constants, types), products=True)
+    check(compiled(products._product_kernel, constants, types), products=True)
 
 
 def test_fused_passes() -> None:
@@ -116,12 +105,13 @@ def test_fused_passes() -> None:
     constants = shared | {
         "grad_type": tl.bfloat16,
         "out_type": tl.float16,
+        "moves": True,
         "nesterov": True,
         "width": 128,
     }
     for work in range(4):
         check(
-            compiled(momentum._momentum_kernel, constants | {"work": work}, types),
+            compiled(muon._momentum_kernel, constants | {"work": work}, types),
             products=False,
         )
     constants = shared | {
@@ -130,11 +120,11 @@ def test_fused_passes() -> None:
         "batched": True,
         "cautious": True,
     }
-    check(compiled(update._update_kernel, constants, types), products=False)
+    check(compiled(muon._update_kernel, constants, types), products=False)
     wide = {"out_ptr": "*fp32", "scale": "fp32", "bound": "fp32"}
     for squares in (True, False):
         constants = {"has_squares": squares, "width": 128}
-        check(compiled(factors._factors_kernel, constants, wide), products=False)
+        check(compiled(iterate._factors_kernel, constants, wide), products=False)
     constants = {"grad_type": tl.float32, "aligned": True, "block": adamw.BLOCK}
     scalars = dict.fromkeys(("beta_1", "beta_2", "fresh_1", "fresh_2", "eps"), "fp32")
     types |= scalars | {"rates_ptr": "*fp32"}

@@ -16,6 +16,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.kernels import newton_schulz as kernels
 from shardwise.optim import matrix_group, muon
+from tests.kernel_cases import pack_reference
 from tests.models import Weights, mesh_of
 from tests.parity.helpers import small_rounds
 from tests.ranks import run_ranks
@@ -39,36 +40,36 @@ def accumulate(
     nesterov: bool,
     clip: Tensor | None = None,
 ) -> None:
-    from shardwise.kernels.momentum import reference
+    from shardwise.kernels.muon import momentum_reference
 
     assert all(len({piece.dtype for piece in column}) == 1 for column in (grads, states, outs))
     for grad, state, out in zip(grads, states, outs, strict=True):
-        out.copy_(reference(grad, state, beta=beta, nesterov=nesterov, clip=clip))
+        out.copy_(momentum_reference(grad, state, beta=beta, nesterov=nesterov, clip=clip))
 
 
 def apply(
     weights: Sequence[Tensor], updates: Any, *, clip: Tensor | None = None, **options: Any
 ) -> None:
-    from shardwise.kernels.update import reference
+    from shardwise.kernels.muon import apply_reference
 
     for weight, update in zip(weights, updates, strict=True):
         if isinstance(updates, Tensor):
             update = update[: weight.shape[0], : weight.shape[1]]
-        weight.copy_(reference(weight, update, **options))
+        weight.copy_(apply_reference(weight, update, **options))
 
 
 @contextmanager
 def definitions() -> Iterator[None]:
     """A CPU that seems to have kernels."""
-    from shardwise.kernels import momentum, normalise, update
+    from shardwise.kernels import muon as passes
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (kernels, "uses_kernels", lambda device: True),
-        (normalise, "normalise", normalise.reference),
-        (momentum, "pack", momentum.pack_reference),
-        (momentum, "accumulate", accumulate),
+        (passes, "normalise", passes.normalise_reference),
+        (passes, "pack", pack_reference),
+        (passes, "accumulate", accumulate),
         (kernels, "orthogonalise_packed", orthogonalise_packed),
-        (update, "apply", apply),
+        (passes, "apply", apply),
     ]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, value in places:
@@ -145,7 +146,7 @@ def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) 
     with definitions():
         found, optimizer = trained(**options)
     (group,) = optimizer._matrix_groups
-    names = {group.members[position].name for position in group.local}
+    names = {group.members[position].name for starts in group.local.values() for position in starts}
     assert group.fused and names == LOCAL, "interleaved blocks are taken apart by the exchange"
     assert len(group.exchange.excluded) == 4 + 3 + 2
     assert_close(found, expected, cautious=options.get("decay") == "cautious")
@@ -219,7 +220,7 @@ def sharded(rank: int, world_size: int) -> list[str]:
             assert not different, (stage, nbytes, different)
             assert_close(found, plain)
             kept = kept or group
-    return sorted(kept.members[position].name for position in kept.local)
+    return sorted({kept.members[n].name for starts in kept.local.values() for n in starts})
 
 
 def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:

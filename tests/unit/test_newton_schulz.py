@@ -205,12 +205,12 @@ rounding = pytest.mark.skipif(
 def rounded(monkeypatch: pytest.MonkeyPatch, matrix: Tensor, polynomial: Polynomial) -> Tensor:
     """The kernels' iteration, with torch for the products. It rounds, mirrors and scales as they
     do, at sizes too large for the interpreter."""
-    from shardwise.kernels import factors, iterate, normalise, product, symmetric
+    from shardwise.kernels import iterate, muon, products
 
     def symmetric_product(
         a: Tensor, b: Tensor, out: Tensor, tile: Any, squares: Tensor | None = None, **rest: Any
     ) -> Tensor:
-        value = symmetric.reference(a, b, **rest)
+        value = products.symmetric_reference(a, b, **rest)
         block = torch.arange(value.shape[-1]) // tile.rows
         value = torch.where(block[:, None] < block, value.mT, value)  # the image of the other half
         if squares is not None:
@@ -218,12 +218,12 @@ def rounded(monkeypatch: pytest.MonkeyPatch, matrix: Tensor, polynomial: Polynom
         return out.copy_(value)
 
     def multiplied(q: Tensor, x: Tensor, out: Tensor, tile: Any, **rest: Any) -> Tensor:
-        return out.copy_(product.reference(q, x, **rest))
+        return out.copy_(products.product_reference(q, x, **rest))
 
     monkeypatch.setattr(iterate, "symmetric_product", symmetric_product)
     monkeypatch.setattr(iterate, "product", multiplied)
-    monkeypatch.setattr(iterate, "factors", factors.reference)
-    packed = normalise.reference(matrix.float()[None])
+    monkeypatch.setattr(iterate, "factors", iterate.factors_reference)
+    packed = muon.normalise_reference(matrix.float()[None])
     return packed.unpadded(iterate.iterate(packed, polynomial))[0].double()
 
 
