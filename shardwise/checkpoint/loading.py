@@ -148,8 +148,8 @@ class Reader:
             try:
                 values: dict[str, Any] = decode(parse_json(metadata[VALUES]))
                 check_random(values["random"])
-                if type(values["extra"]) is not dict:
-                    raise TypeError("no extra")
+                if (type(values["extra"]), type(values["pieces"])) != (dict, str):
+                    raise TypeError("no extra, or no digest of the pieces")
             except DAMAGE as error:
                 raise DamagedError(f"{self.path / rank_file(rank)}: {error}") from error
         return values
@@ -317,7 +317,7 @@ class _Load:
         return self.manifest.saved_name(self._saved_name(name)), state
 
     def _name_problems(self) -> list[str]:
-        """The names that the checkpoint has and the model has not, and the reverse."""
+        """The names that only the checkpoint has, or that only the model has."""
         state, manifest = self.state, self.manifest
         here = {held.key[0] for held in state.held} | state.tied.keys()
         here |= {manifest.saved_name(name) for name in here} | state.extra_states.keys()

@@ -19,7 +19,7 @@ import hashlib
 import json
 import platform
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,10 +60,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerValues:
     """All of an optimizer but its tensors, by parameter; a load makes groups of it again."""
@@ -91,7 +87,7 @@ class Manifest:
     placements: list[str]
     facts: dict[str, Any]  # what must be equal for a run to continue bit for bit
     versions: dict[str, str]
-    created: str
+    created: str = field(default_factory=lambda: f"{datetime.datetime.now(datetime.UTC):%FT%TZ}")
 
     def __post_init__(self) -> None:
         """What the types of the fields do not say. A file may hold any values."""

@@ -24,6 +24,7 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from shardwise.checkpoint.values import dtype_name
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LONGEST_PAUSE = 2.0
+_EXIT_SECONDS = 60.0  # how long a process that has ended waits for the other ranks
 _LATE_NAME = 3.0  # seconds until every file system shows a new name
 GIVEN_UP = "was given up by another rank"  # the error of that rank has the reason
 END = "end"
@@ -134,12 +136,14 @@ class Meeting:
 
     def _until(self, look: Callable[[], T | None], what: Callable[[], str], timeout: float) -> T:
         """Look again and again, after longer and longer pauses, until the deadline."""
-        began, pause = time.monotonic(), 0.001
+        end, pause = time.monotonic() + timeout, 0.001
         while (found := look()) is None:
-            if time.monotonic() - began > timeout:
+            if not threading.main_thread().is_alive():
+                end = min(end, time.monotonic() + _EXIT_SECONDS)
+            if time.monotonic() > end:
                 raise SaveError(
-                    f"waited {timeout:.0f} s in vain for {what()} ({self.folder}): see whether "
-                    f"that rank is alive, and whether all ranks see this folder"
+                    f"waited in vain for {what()} ({self.folder}): see whether that rank is alive, "
+                    f"and whether all ranks see this folder"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)

@@ -12,7 +12,7 @@ message, and one rank describes where all elements of a tile are:
     hsdp, 2 x 2 ranks        rank 0   rank 1   rank 2   rank 3
     holds                    A' B'    A" B"    A' B'    A" B"     ' and ": the halves of A and B
     writes                   A'       A"       B'       B"        the largest tensor first, to the
-                                                                  replicas with the fewest bytes
+                                                                  replica with the fewest bytes
     describes                A, B
 """
 
@@ -44,7 +44,7 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.files import File, rank_file, write_tensors
-from shardwise.checkpoint.manifest import Manifest, now, versions
+from shardwise.checkpoint.manifest import Manifest, versions
 from shardwise.checkpoint.meeting import Meeting, is_taken, remove_temporary, temporary
 from shardwise.checkpoint.pieces import (
     Entry,
@@ -185,9 +185,7 @@ def divide(state: State, rank: int, world_size: int) -> tuple[dict[str, Tensor],
                 [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             if same not in known:
-                ranks = _ranks_of(tensor)
-                holders = _Holders(ranks, rank)
-                known[same] = known.setdefault((ranks.shape, ranks.tobytes()), holders)
+                known[same] = _Holders(_ranks_of(tensor), rank)
             holders = known[same]
         holders = first if held.key in state.buffers else holders
         offsets, sizes = held.stored(offsets, sizes)
@@ -213,16 +211,13 @@ class _Holders:
     def __init__(self, ranks: Any, rank: int) -> None:
         self.ranks = [tuple(column) for column in ranks.T.tolist()]
         self.mine = next((n for n, column in enumerate(self.ranks) if rank in column), None)
-        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # elements that each rank writes
+        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # elements, by first holder
 
     def choose(self, runs: tuple[Run, ...]) -> int:
-        """The replica that writes these pieces: the one whose holders write least so far."""
-        if len(self.ranks) == 1 or not runs:
-            return 0
-        some = [slice(run.holder, run.holder + run.number) for run in runs]
-        column = int(sum(self._loads[holders].sum(0) for holders in some).argmin())
-        for holders, run in zip(some, runs, strict=True):
-            self._loads[holders, column] += run.length
+        """The replica that writes these pieces: the one that has written least for the first."""
+        loads = self._loads[runs[0].holder if runs else 0]
+        column = int(loads.argmin())
+        loads[column] += sum(run.length for run in runs)
         return column
 
 
@@ -314,8 +309,8 @@ class Save:
             if ranks.rank != 0:
                 return snapshot(), finals[0]
             clean()
-            taken, free = snapshot(), [path for path in finals if not is_taken(path)]
-            if not free:
+            taken, free = snapshot(), next((one for one in finals if not is_taken(one)), None)
+            if free is None:
                 raise CheckpointError(
                     f"{finals[0]} exists already, and a checkpoint is never overwritten: remove it "
                     f"or choose another path (a Store makes one for each step)"
@@ -324,7 +319,7 @@ class Save:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise SaveError(f"{folder} can't be made: {error.strerror}") from error
-            return taken, free[0]
+            return taken, free
 
         def facts(taken: tuple[Snapshot, Path]) -> Any:
             digest = hashlib.sha256(repr(taken[0].keys).encode()).hexdigest()
@@ -405,6 +400,6 @@ def join(parts: list[dict[str, Any]], keys: Iterable[Key], **values: Any) -> Man
         if lost := [key_text(key) for key in keys if key not in entries]:
             raise ValueError(f"no rank has described {lost[:20]}")
         files = [File(*part["file"]) for part in parts]
-        return Manifest(files=files, table=table, versions=versions(), created=now(), **values)
+        return Manifest(files=files, table=table, versions=versions(), **values)
     except ValueError as error:
         raise SaveError(f"the ranks' parts do not make whole tensors: {error}") from error

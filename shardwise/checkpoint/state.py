@@ -96,6 +96,10 @@ class Held:
             yield begins, view.expand(sizes)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_boxes(tensor: Tensor) -> list[tuple[Shape, Tensor]]:
     """(offsets, view) of this rank's boxes of a tensor."""
     if isinstance(tensor, ShardedTensor):
@@ -127,7 +131,13 @@ class State:
     @property
     def digest(self) -> str:
         """A hash of the pieces that this rank holds."""
-        pieces = [(h.key, [(at, *view.shape) for at, view in h.boxes()]) for h in self.held]
+        pieces = [
+            (
+                key,
+                tensor.cut.piece if isinstance(tensor, ShardedTensor) else (*_local(tensor).shape,),
+            )
+            for key, tensor in ((held.key, held.tensor) for held in self.held)
+        ]
         return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
 
     def stored_name(self, name: str) -> str:
@@ -149,7 +159,7 @@ class State:
                 state = base if each == 1 else f"{base}.{matrix}"
         held = Held((self.stored_name(name), state), tensor, of if tensor.dim() else None)
         self.held.append(held)
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = _local(tensor)
         what = f"'{key_text(held.key)}' of shape {list(tensor.shape)}"
         if local.is_meta:
             self.problems.append(f"{what} is on the meta device: materialise it (to_empty())")

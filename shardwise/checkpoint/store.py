@@ -75,7 +75,6 @@ class Store:
         self.keep, self.config, self.timeout = keep, config, timeout
         self._staging = saving.Staging()
         self._in_progress: Future[Path] | None = None
-        self._sequence: int | None = None
         self._begun = False  # whether there was a save; until then, no rank writes
         self._last: Path | None = None
         self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
@@ -153,11 +152,7 @@ class Store:
             result.set_exception(error)
 
     def _next_sequence(self) -> int:
-        if self._sequence is None:
-            found = valid_checkpoints(self.root)
-            self._sequence = found[-1][1].sequence if found else 0
-        self._sequence += 1
-        return self._sequence
+        return max((saved.sequence for _, saved in valid_checkpoints(self.root)), default=0) + 1
 
     # ------------------------------------------------------------------ finding
 

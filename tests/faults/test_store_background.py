@@ -232,22 +232,28 @@ def test_a_rank_without_memory_for_the_copy_is_named(tmp_path: Path) -> None:
     assert guilty == "no more" and "rank 1: MemoryError: no more" in innocent
 
 
-def one_rank_never_writes(rank: int, world_size: int, root: str) -> str:
+def one_rank_stops(rank: int, world_size: int, root: str, which: int) -> str:
     model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
     store = Store(root, timeout=0.5)
-    if rank == 1:  # it took part in the agreement, and then its disk hung
+    if rank == which == 1:  # it took part in the agreement, and then its disk hung
         store._write = lambda save, result: result.set_result(Path())  # type: ignore[method-assign]
-    store.save(1, model)
-    try:
-        store.wait()
-    except SaveError as error:
-        return str(error)
+    # Rank 0 dies after the rename, before it says that this was the end.
+    dead = mock.patch.object(Path, "touch") if rank == which == 0 else contextlib.nullcontext()
+    with dead:
+        store.save(1, model)
+        try:
+            store.wait()
+        except SaveError as error:
+            return str(error)
     return ""
 
 
-def test_a_rank_that_never_comes_is_waited_for_and_named(tmp_path: Path) -> None:
-    message = run_ranks(one_rank_never_writes, 2, str(tmp_path))[0]
-    assert "ranks [1] to write their part" in message
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_never_comes_is_waited_for_and_named(which: int, tmp_path: Path) -> None:
+    message = run_ranks(one_rank_stops, 2, str(tmp_path), which)[1 - which]
+    assert ("rank 0 to finish" if which == 0 else "ranks [1] to write their part") in message
+    if which == 0:  # the checkpoint is there, and whole
+        assert verify(Store(tmp_path).checkpoints()[-1]).ok
 
 
 # ------------------------------------------------------------------------------ keep
