@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a checkpoint is written and read, beside torch's own DCP in the same run.
+"""How fast a checkpoint is written and read, and how long training waits for it.
 
-    python -m benchmarks.checkpoint [--megabytes 200] [--rounds 5] [--folder /tmp] [--device cuda]
-    python -m benchmarks.checkpoint --ranks 4096 16384
+    python -m benchmarks.checkpoint speed [--megabytes 200] [--rounds 5] [--device cuda]
+    python -m benchmarks.checkpoint ranks [--ranks 4096 16384]
+    python -m benchmarks.checkpoint wait default [--steps 40]      a recipe of ``shardwise train``
 
-One process, weights and AdamW states. ``torch dcp`` is ``torch.distributed.checkpoint.save`` with
-its fsync; it writes no hashes and checks none. ``blocked`` is how long training stands still.
+speed   beside torch's own DCP in one process: weights and AdamW states. ``torch dcp`` is
+        ``torch.distributed.checkpoint.save`` with its fsync; it writes no hashes and checks none.
+ranks   the manifest of large models with AdamW states over so many ranks. The model is wrapped on
+        torch's fake backend, without memory; this process is rank 0. ``divide`` is on the main
+        thread; the others are in the background: what rank 0 does when all ranks are done, and what
+        each rank does to read the manifest. Parts that other ranks describe (experts over ``ep``)
+        are made from those of rank 0.
+wait    the seconds for which training stands still at each save in the background of a real run.
 
-With ``--ranks``: the manifest of large models with AdamW states over so many ranks. The model is
-wrapped on torch's fake backend, without memory; this process is rank 0. ``divide`` is on the main
-thread; the others are in the background: what rank 0 does when all ranks are done, and what each
-rank does to read the manifest. Parts that other ranks describe (experts over ``ep``) are made from
-those of rank 0.
+Each writes benchmarks/results/checkpoint-<which>-<machine>.md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import logging
-import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -39,12 +42,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from benchmarks.report import RESULTS, Row, Table, circumstances, publish
 from shardwise.checkpoint import Manifest, Store, verify
 from shardwise.checkpoint.manifest import OptimizerValues
 from shardwise.checkpoint.saving import divide, join
 from shardwise.checkpoint.state import model_state
+from shardwise.checkpoint.values import dtype_name
 from shardwise.moe import GroupedMLP, swiglu
-from shardwise.report.origin import cpu_name, revision
+from shardwise.report.html import read_events
 
 WIDTH = 1024  # 4 MiB per matrix of float32; weights and two states make three of each
 
@@ -99,7 +104,7 @@ def one_round(
     return found
 
 
-def measure(megabytes: int, rounds: int, folder: Path, device: str) -> None:
+def measure(megabytes: int, rounds: int, folder: Path, device: str) -> Table:
     model, optimizer, nbytes = make(megabytes, device)
     count = len(tensors(model, optimizer))
     store = Store(folder / "store", keep=1)
@@ -109,16 +114,48 @@ def measure(megabytes: int, rounds: int, folder: Path, device: str) -> None:
         for name, seconds in found.items():
             if turn:
                 times.setdefault(name, []).append(seconds)
-    print(f"- command: python -m benchmarks.checkpoint --megabytes {megabytes} --device {device}")
-    print(f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, revision {revision()}")
-    print(f"- {cpu_name()}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    print(f"- {nbytes / 1e6:.0f} MB in {count} tensors, median of {rounds}, folder {folder}\n")
-    print("| what | seconds | MB/s | best MB/s |\n|---|---|---|---|")
-    for name in sorted(times):
-        values = times[name]
+    rows: list[Row] = []
+    for name, values in sorted(times.items()):
         middle = statistics.median(values)
-        rates = f"{nbytes / middle / 1e6:.0f} | {nbytes / min(values) / 1e6:.0f}"
-        print(f"| {name} | {middle:.3f} | {rates} |")
+        rows.append({"what": name, "seconds": middle, "rate": nbytes / middle / 1e6})
+        rows[-1]["best"] = nbytes / min(values) / 1e6
+    return Table(
+        title="A checkpoint of one process",
+        note=f"{nbytes / 1e6:.0f} MB in {count} tensors on {device}, median of {rounds}.",
+        columns={
+            "what": ("what", ""),
+            "seconds": ("seconds", ".3f"),
+            "rate": ("MB/s", ".0f"),
+            "best": ("best MB/s", ".0f"),
+        },
+        rows=rows,
+    )
+
+
+# ------------------------------------------------------------------------------ a real run
+
+
+def measure_wait(recipe: str, steps: int, folder: Path) -> Table:
+    """Train, with ten saves."""
+    flags = ["--steps", steps, "--save-every", max(1, steps // 10), "--eval-every", 0]
+    flags += ["--sample", 0, "--profile-step", 0, "--out", folder / "run"]
+    command = ["shardwise.cli", "train", recipe, *map(str, flags)]
+    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    events = read_events(folder / "run" / "events.jsonl")
+    waits = [event["stalled"] for event in events if event["kind"] == "save"]
+    times = [event["seconds"] for event in events if event["kind"] == "step"]
+    [newest, *_] = sorted((folder / "run" / "checkpoints").iterdir(), reverse=True)
+    row: Row = {"recipe": recipe, "ranks": Manifest.read(newest).world_size, "saves": len(waits)}
+    row |= {"MB": Manifest.read(newest).num_bytes / 1e6, "step": statistics.median(times)}
+    row |= {"first": waits[0], "median": statistics.median(waits), "most": max(waits[1:])}
+    return Table(
+        title="How long training waits for a save",
+        note=f"{steps} steps. The first save also makes the host memory that later ones copy to.",
+        columns={
+            name: (name, "" if name in ("recipe", "ranks", "saves") else ".3f") for name in row
+        },
+        rows=[row],
+    )
 
 
 # ------------------------------------------------------------------------------ many ranks
@@ -172,11 +209,14 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
     _, table = divide(state, 0, num_ranks)
     found["divide"] = time.process_time() - started
     started = time.process_time()
-    mine = table.to_json()
+    mine = json.loads(json.dumps(table.as_json(), default=dtype_name))
     found["describe"] = time.process_time() - started
     digest = hashlib.sha256().hexdigest()
     found_parts = [
-        {"file": [10**12 + rank, digest], "table": shifted(mine, rank, ep) if rank < ep else None}
+        {
+            "file": [10**12 + rank, digest],
+            "table": shifted(mine, rank, ep) if rank < ep else NOTHING,
+        }
         for rank in range(num_ranks)
     ]
     texts = [json.dumps(part) for part in found_parts]
@@ -189,7 +229,7 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
         sorted({held.key for held in state.held}),
         step=1,
         sequence=1,
-        experts={of.name: of.total for of in state.experts.values()},
+        experts=sorted({of.name for of in state.experts.values()}),
         tied={},
         extra_states=state.extra_states,
         dtypes={},
@@ -213,59 +253,73 @@ def manifest_of(num_ranks: int, model: nn.Module, ep: int) -> dict[str, float]:
 
 def shifted(part: dict[str, Any], rank: int, ep: int) -> dict[str, Any]:
     """What rank ``rank`` of the axis ``ep`` describes: its experts, on its ranks."""
-    tensors = []
-    for dtype, shape, tiles, keys in part["tensors"]:
+    alike = []
+    for (dtype, shape, tiles), keys in part["alike"]:
         moved = []
-        for (first, *offsets), (count, *sizes), number, runs in tiles if rank else ():
+        for (first, *offsets), (count, *sizes), number, runs in tiles if rank and shape else ():
             moved.append(
                 [[first + rank * (shape[0] // ep), *offsets], [count, *sizes], number, runs]
             )
-        tensors.append([dtype, shape, moved or tiles, keys])
+        alike.append([[dtype, shape, moved or tiles], keys])
     return {
         "groups": [[one + rank for one in ranks] for ranks in part["groups"]],
-        "tensors": tensors,
+        "alike": alike,
     }
 
 
-def measure_manifests(counts: list[int]) -> None:
-    print("- command: python -m benchmarks.checkpoint --ranks " + " ".join(map(str, counts)))
-    print(f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, revision {revision()}")
-    print(f"- {cpu_name()}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    models: dict[str, tuple[Callable[[], nn.Module], int]] = {
-        "405B": (lambda: dense(126, 16384, 53248, 1024, 128256), 1),
-        "58 layers of 256 experts, ep 64": (lambda: experts(58, 7168, 2048, 256, 64), 64),
-        "the same, one by one": (lambda: experts(58, 7168, 2048, 256, 64, "indexed"), 64),
-    }
-    names = ("tensors", "divide", "describe", "join", "write", "read", "MB")
-    print("| model | ranks | " + " | ".join(names) + " |")
-    print("|---|---|" + "---|" * len(names))
-    for title, (make_model, ep) in models.items():
+NOTHING: dict[str, Any] = {"groups": [], "alike": []}
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "405B": (lambda: dense(126, 16384, 53248, 1024, 128256), 1),
+    "58 layers of 256 experts, ep 64": (lambda: experts(58, 7168, 2048, 256, 64), 64),
+    "the same, one by one": (lambda: experts(58, 7168, 2048, 256, 64, "indexed"), 64),
+}
+
+
+def measure_manifests(counts: list[int]) -> Table:
+    rows: list[Row] = []
+    for title, (make_model, ep) in MODELS.items():
         for count in counts:
-            found = manifest_of(count, make_model(), ep)
-            print(
-                f"| {title} | {count} | "
-                + " | ".join(f"{found[name]:.3g}" for name in names)
-                + " |"
-            )
+            rows.append({"model": title, "ranks": count, **manifest_of(count, make_model(), ep)})
+    styles = {"model": "", "ranks": "", "tensors": ".0f", "MB": ".2f"}
+    return Table(
+        title="Manifests of many ranks",
+        note="Seconds of one CPU core, and the size of the manifest.",
+        columns={name: (name, styles.get(name, ".3f")) for name in rows[0]},
+        rows=rows,
+    )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("which", choices=("speed", "ranks", "wait"))
+    parser.add_argument("recipe", nargs="?", default="default")
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[])
-    options = parser.parse_args()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to record figures")
+    options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    if options.ranks:
-        measure_manifests(options.ranks)
-        return
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measure(options.megabytes, options.rounds, Path(folder), options.device)
+    facts, name = circumstances(arguments, "checkpoint"), f"checkpoint-{options.which}"
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        folder = Path(scratch)
+        if options.which == "wait":
+            table, name = (
+                measure_wait(options.recipe, options.steps, folder),
+                f"{name}-{options.recipe}",
+            )
+        else:
+            torch.set_num_threads(1)
+            table = (
+                measure_manifests(options.ranks)
+                if options.which == "ranks"
+                else measure(options.megabytes, options.rounds, folder, options.device)
+            )
+    publish([table], facts, name, options.results)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

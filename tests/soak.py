@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make soak``: kills by the thousand, and a long run that is killed again and again.
 
-    python -m tests.soak                          1,000 kills and 2,000 steps: a quarter of an hour
-    python -m tests.soak --kills 30 --steps 100   a minute
+    python -m tests.soak                              1,000 kills and 2,000 steps: an hour
+    python -m tests.soak --jobs 6                     the same on 16 cores
+    python -m tests.soak --kills 30 --steps 100       a minute
 
 kills   ranks save in a loop under one strategy after another and are killed at random moments: one
         rank, all at once, or one after another. What was reported saved is there, whole, and of one
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="folders in which saves are killed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to record figures")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -61,17 +64,38 @@ def main(arguments: Sequence[str]) -> None:
     loop.Trainer._plan = lambda trainer: {}  # type: ignore[method-assign]
     facts = circumstances(arguments)
     facts["command"] = "python -m tests.soak " + shlex.join(arguments)
-    tables = []
     with tempfile.TemporaryDirectory(prefix="shardwise-soak-") as scratch:
-        if asked.kills:
-            tables.append(kill_saves(Path(scratch) / "kills", asked.kills, asked.seed))
-            print(tables[-1].markdown(), flush=True)
+        root, calls = Path(scratch), []
+        for job in range(asked.jobs if asked.kills else 0):
+            share = len(range(job, asked.kills, asked.jobs))
+            calls.append(partial(kill_saves, root / f"kills-{job}", share, asked.seed + job))
         if asked.steps:
-            tables.append(kill_steps(Path(scratch) / "steps", asked.steps, asked.seed))
-            print(tables[-1].markdown(), flush=True)
+            config = configuration(root, asked.steps)
+            calls += [partial(calm_run, root / "calm", config)]
+            calls += [partial(rough_run, root / "rough", config, asked.seed)]
+        results = at_once(calls)
+        tables = [table_of_saves(results[: asked.jobs])] if asked.kills else []
+        if asked.steps:
+            seconds, kills = results[-2:]
+            tables.append(table_of_steps(root, asked.steps, seconds, kills))
+    for table in tables:
+        print(table.markdown(), flush=True)
     short = "" if asked.kills >= KILLS and asked.steps >= STEPS else "-short"
     for path in write(tables, facts, f"soak-cpu{short}", asked.results):
         print(path)
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of calls, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder) / str(number) for number in range(len(calls))]
+        jobs = [
+            fork(lambda call=call, place=place: place.write_text(json.dumps(call())))
+            for call, place in zip(calls, places, strict=True)
+        ]
+        ended = [os.waitpid(job, 0)[1] for job in jobs]
+        assert not any(ended), f"the errors stand above: {ended}"
+        return [json.loads(place.read_text()) for place in places]
 
 
 # ------------------------------------------------------------------------------ ranks to kill
@@ -172,13 +196,13 @@ def _reported(root: Path) -> int:
     return max(map(int, lines), default=0)
 
 
-def kill_saves(root: Path, kills: int, seed: int) -> Table:
+def kill_saves(root: Path, kills: int, seed: int) -> dict[str, Any]:
+    """How many kills came in which way, the saves, and the minutes."""
     root.mkdir()
     model = model_at(0)
     sw.save(root / "warm", model, torch.optim.AdamW(model.parameters()))  # what is imported late
     rng = random.Random(seed)
     rows = {name: {"strategy": name, "ranks": RANKS[name]} for name in STRATEGIES}
-    counts: dict[tuple[str, str], int] = {}
     began, newest, saved, there = time.monotonic(), 0, 0, 0
     (root / "reported").touch()
     for trial in range(kills):
@@ -204,25 +228,34 @@ def kill_saves(root: Path, kills: int, seed: int) -> Table:
         before, newest = newest, assert_holds(valid[-1][0]) if valid else 0
         assert newest >= max(reported, before), f"{reported} was reported, {newest} found"
         saved += newest - before
-        counts[strategy, way] = counts.get((strategy, way), 0) + 1
+        rows[strategy][way] = rows[strategy].get(way, 0) + 1
         (root / "reported").write_text(f"{reported}\n")
         if (trial + 1) % 50 == 0:
-            print(f"{trial + 1} kills, {saved} saves, none lost", flush=True)
+            print(f"{root.name}: {trial + 1} kills, {saved} saves, none lost", flush=True)
     assert saved >= kills, "saves were under way"
     with Store(root / "checkpoints", keep=2) as store:  # a run that ends well cleans up
         store.save(10**7, model_at(10**7), extra={"step": 10**7})
     names = sorted(path.name for path in (root / "checkpoints").iterdir())
     assert len(names) <= 2 and names[-1] == f"step-{10**7}", names
-    for name, row in rows.items():
-        row |= {way: counts.get((name, way), 0) for way in WAYS}
     minutes = (time.monotonic() - began) / 60
+    return {"kills": kills, "saves": saved, "minutes": minutes, "rows": [*rows.values()]}
+
+
+def table_of_saves(found: Sequence[dict[str, Any]]) -> Table:
+    kills, saves = (sum(one[what] for one in found) for what in ("kills", "saves"))
+    rows = [
+        {"strategy": same[0]["strategy"], "ranks": same[0]["ranks"]}
+        | {way: sum(row.get(way, 0) for row in same) for way in WAYS}
+        for same in zip(*(one["rows"] for one in found), strict=True)
+    ]
     return Table(
         title="Kills during saves",
-        note=f"{kills} kills in {minutes:.1f} minutes over {saved} saves of one folder, resumed "
-        f"after each under the next strategy. 0 checkpoints that were reported saved were lost, 0 "
-        f"were damaged or of more than one step, and no temporary folder stayed.",
+        note=f"{kills} kills in {max(one['minutes'] for one in found):.1f} minutes over {saves} "
+        f"saves, in {len(found)} folders at once, each resumed after each kill under the next "
+        f"strategy. 0 checkpoints that were reported saved were lost, 0 were damaged or of more "
+        f"than one step, and no temporary folder stayed.",
         columns={name: (name, "") for name in ("strategy", "ranks", *WAYS)},
-        rows=list(rows.values()),
+        rows=rows,
     )
 
 
@@ -233,7 +266,6 @@ def train(rank: int, folder: Path, config: dict[str, Any], watch: bool) -> None:
     """Go on from the newest checkpoint to the end; with ``watch``, note what this rank holds."""
     found = valid_checkpoints(folder / "checkpoints")
     resume = str(found[-1][0]) if found else None
-    random.seed(rank)  # which Python seeds anew after a fork; a checkpoint holds its state too
     trainer = make_trainer(rank, 2, str(folder), resume, or_older=True, **config)
     real = trainer._train_step
     held: list[tuple[int, int, int]] = []
@@ -251,37 +283,44 @@ def train(rank: int, folder: Path, config: dict[str, Any], watch: bool) -> None:
         (folder / f"held-{rank}.json").write_text(json.dumps(held))
 
 
-def kill_steps(root: Path, steps: int, seed: int) -> Table:
-    root.mkdir()
+def configuration(root: Path, steps: int) -> dict[str, Any]:
     config = {"data": write_text(root), "steps": steps, "decay": 0.5, "timeout": 120.0, "keep": 2}
-    config |= {"save_every": max(2, steps // 100), "eval_every": max(2, steps // 40)}
+    return config | {"save_every": max(2, steps // 100), "eval_every": max(2, steps // 40)}
+
+
+def calm_run(folder: Path, config: dict[str, Any]) -> float:
+    """Seconds of the run to which nothing happens."""
+    folder.mkdir()
     began = time.monotonic()
-    calm = root / "calm"
-    calm.mkdir()
-    ranks = Ranks(calm, 2, lambda rank: train(rank, calm, config, watch=True))
-    ranks.wait(lambda: False)
-    seconds = time.monotonic() - began
-    figures = _flat(calm)
-    rough, rng = root / "rough", random.Random(seed)
-    rough.mkdir()
-    kills = dict.fromkeys(WAYS, 0)
-    (rough / "events.jsonl").touch()
+    Ranks(folder, 2, lambda rank: train(rank, folder, config, watch=True)).wait(lambda: False)
+    return time.monotonic() - began
+
+
+def rough_run(folder: Path, config: dict[str, Any], seed: int) -> dict[str, int]:
+    """How often the other run was killed, and in which way."""
+    folder.mkdir()
+    rng, kills = random.Random(seed), dict.fromkeys(WAYS, 0)
+    (folder / "events.jsonl").touch()
     finished = False
     while not finished:
         # Evaluations come at other steps each time: they change nothing that is trained.
         now = config | {"eval_every": rng.choice((0, 3, 7, config["eval_every"]))}
-        target = _steps(rough) + rng.randrange(max(8, steps // 25))
-        ranks = Ranks(rough, 2, lambda rank, now=now: train(rank, rough, now, watch=False))
-        ranks.wait(lambda target=target: _steps(rough) > target)
-        finished = not ranks.running()
-        if not finished:
+        target = _steps(folder) + rng.randrange(max(8, config["steps"] // 25))
+        ranks = Ranks(folder, 2, lambda rank, now=now: train(rank, folder, now, watch=False))
+        ranks.wait(lambda target=target: _steps(folder) > target)
+        if ranks.running():
             time.sleep(rng.uniform(0.0, 0.05))
-            finished = not ranks.running()
+        finished = not ranks.running()
         if not finished:
             way = WAYS[sum(kills.values()) % len(WAYS)]
             ranks.kill(way, rng)
             kills[way] += 1
-    same = _compare(calm, rough, steps)
+    return kills
+
+
+def table_of_steps(root: Path, steps: int, seconds: float, kills: dict[str, int]) -> Table:
+    figures = _flat(root / "calm")
+    same = _compare(root / "calm", root / "rough", steps)
     total = sum(kills.values())
     ways = ", ".join(f"{count} {way}" for way, count in kills.items())
     titles = {

@@ -28,21 +28,16 @@ class SaveError(RuntimeError):
     """A save has failed; earlier checkpoints are untouched."""
 
 
-_KINDS = {kind.__name__: kind for kind in (DamagedError, MismatchError, SaveError)}
-
-
 def joint_error(kinds: set[str], text: str) -> Exception:
     """The error that all ranks raise when some of them raised errors of the classes ``kinds``.
-
-    If some ranks saw damage and others another problem, the error is a ``DamagedError``: the other
-    problem may come from the damage, and a load then tries the next older checkpoint.
-    """
-    [name, *others] = sorted(kinds)
-    if others:
-        return DamagedError(text) if "DamagedError" in kinds else CheckpointError(text)
-    if name in _KINDS:
-        return _KINDS[name](text)
-    return CheckpointError(text if name == "CheckpointError" else f"{name}: {text}")
+    Damage comes first: another problem may come from it, and a load then tries an older one."""
+    if "DamagedError" in kinds:
+        return DamagedError(text)
+    for kind in (MismatchError, SaveError):
+        if kinds == {kind.__name__}:
+            return kind(text)
+    known = len(kinds) > 1 or "CheckpointError" in kinds
+    return CheckpointError(text if known else f"{kinds.pop()}: {text}")
 
 
 def ranks_with_data() -> comm.Axis:
@@ -50,8 +45,8 @@ def ranks_with_data() -> comm.Axis:
     axis = agreement.all_ranks()
     if axis.pretends:
         raise CheckpointError(
-            f"one process poses as rank {axis.rank} of {axis.size} (the fake backend): the other "
-            f"ranks' shards do not exist, so no checkpoint can be made or read"
+            f"one process poses as rank {axis.rank} of {axis.size} (the fake backend): no other "
+            f"rank's shards exist"
         )
     return axis
 

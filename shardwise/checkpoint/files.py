@@ -123,15 +123,9 @@ _LABELS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e8m0fnu: "F8_E8M0",
-} | {
-    getattr(torch, f"{kind}{bits}"): f"{kind[0].upper()}{bits}"
-    for kind, sizes in (
-        ("int", (8, 16, 32, 64)),
-        ("uint", (8, 16, 32, 64)),
-        ("float", (16, 32, 64)),
-    )
-    for bits in sizes
 }
+for _kind, _sizes in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64))):
+    _LABELS |= {getattr(torch, f"{_kind}{n}"): f"{_kind[0].upper()}{n}" for n in _sizes}
 
 
 def form(dtype: torch.dtype) -> tuple[str, list[int]]:

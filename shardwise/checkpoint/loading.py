@@ -23,7 +23,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,6 @@ from shardwise.checkpoint.values import (
 from shardwise.core import comm
 from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
-from shardwise.moe.activation import convert_gate_up
 from shardwise.shard.state_dict import clean
 
 Copies = list[tuple[Tensor, Tensor]]  # values in host memory, and the target of the same shape
@@ -118,22 +116,24 @@ class Reader:
             return []
         low = tuple(map(max, place, part.offsets))
         high = tuple(map(min, _ends(place, target.shape), _ends(part.offsets, part.sizes)))
-        if any(first >= last for first, last in zip(low, high, strict=True)):
+        sizes = tuple(map(int.__sub__, high, low))
+        if min(sizes, default=1) <= 0:
             return []
-        offsets, sizes, first = [*part.offsets], [*part.sizes], part.first
-        for dim, size in enumerate(part.sizes):
-            if size > 1:  # read the rows that are needed: they are neighbours in the file
-                first += (low[dim] - offsets[dim]) * math.prod(part.sizes[dim + 1 :])
-                offsets[dim], sizes[dim] = low[dim], high[dim] - low[dim]
-                break
-        data = torch.empty(math.prod(sizes) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        # Read from the first element that is needed to the last one.
+        strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(sizes))]
+        first, last = (
+            part.first + sum(map(int.__mul__, strides, map(int.__sub__, at, part.offsets)))
+            for at in (low, [end - 1 for end in high])
+        )
+        data = torch.empty((last + 1 - first) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         stream.seek(begin + first * dtype.itemsize)
         if stream.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
             raise DamagedError(f"{self.path / rank_file(part.rank)} has become shorter")
-        values = data.view(dtype).view(sizes)[_slices(low, high, offsets)]
-        if values.numel() < math.prod(sizes):
-            values = values.clone()  # the rest of the box can be freed
-        return [(values, target[_slices(low, high, place)])]
+        values = data.view(dtype).as_strided(sizes, strides)
+        inside = zip(low, high, place, strict=True)
+        box = target[tuple(slice(begin - at, end - at) for begin, end, at in inside)]
+        # A clone frees the rest of the bytes.
+        return [(values if len(data) == values.nbytes else values.clone(), box)]
 
     @contextlib.contextmanager
     def _opened(self, rank: int) -> Iterator[tuple[io.BufferedReader, Header, Any]]:
@@ -148,8 +148,8 @@ class Reader:
             try:
                 values: dict[str, Any] = decode(parse_json(metadata[VALUES]))
                 check_random(values["random"])
-                if type(values["extra"]) is not dict:
-                    raise TypeError("no extra")
+                if (type(values["extra"]), type(values["pieces"])) != (dict, str):
+                    raise TypeError("no extra, or no digest of the pieces")
             except DAMAGE as error:
                 raise DamagedError(f"{self.path / rank_file(rank)}: {error}") from error
         return values
@@ -157,11 +157,6 @@ class Reader:
 
 def _ends(offsets: Shape, sizes: Shape) -> tuple[int, ...]:
     return tuple(map(sum, zip(offsets, sizes, strict=True)))
-
-
-def _slices(low: Shape, high: Shape, offsets: Any) -> tuple[slice, ...]:
-    bounds = zip(low, high, offsets, strict=True)
-    return tuple(slice(begin - offset, end - offset) for begin, end, offset in bounds)
 
 
 @torch.no_grad()
@@ -255,7 +250,7 @@ def load(
         return manifest
 
     manifest, _ = together(compare, ranks)
-    job = _Load(folder, manifest, model, ranks, strict, names or {})
+    job = _Load(Reader(folder, manifest), model, ranks, strict, names or {})
     try:
         differences = together(lambda: job.read(optimizer), ranks, facts=lambda found: found)[1]
     except BaseException:
@@ -268,25 +263,22 @@ def load(
     return extra
 
 
+@dataclass
 class _Load:
     """One rank's part of one load, after the bytes were checked."""
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        model: nn.Module,
-        ranks: comm.Axis,
-        strict: bool,
-        names: Mapping[str, str],
-    ) -> None:
-        self.path, self.manifest, self.model = path, manifest, model
-        self.ranks, self.strict, self.names = ranks, strict, names
-        self.same_size = manifest.world_size == ranks.size
-        self.reader = Reader(path, manifest)
-        self.undos: list[Callable[[], object]] = []
-        self.writes: list[Callable[[], object]] = []
-        self.kept: list[str] = []  # names of the model's tensors not loaded
+    reader: Reader
+    model: nn.Module
+    ranks: comm.Axis
+    strict: bool
+    names: Mapping[str, str]
+    of_optimizer: OptimizerLoad | None = None
+    kept: list[str] = field(default_factory=list)  # names of the model's tensors not loaded
+    before: list[tuple[nn.Module, Any]] = field(default_factory=list)  # extra states, replaced
+
+    def __post_init__(self) -> None:
+        self.path, self.manifest = self.reader.path, self.reader.manifest
+        self.same_size = self.manifest.world_size == self.ranks.size
 
     def read(self, optimizer: Optimizer | None) -> list[str]:
         """Raise everything that does not fit, at once; then read all that this rank loads. Returns
@@ -295,34 +287,22 @@ class _Load:
         self.state = state = model_state(self.model)
         if self.strict:
             state.problems += self._name_problems()
-        of_optimizer = None
         if optimizer is not None and not state.problems:
-            of_optimizer = OptimizerLoad(optimizer, state, self.manifest)
-            self.undos.append(of_optimizer.undo)
-            self.writes.append(of_optimizer.write)
-            of_optimizer.compare()
+            self.of_optimizer = OptimizerLoad(optimizer, state, self.manifest)
         found = {held: self._problem(held) for held in state.held}
         unfit = {held: problem for held, problem in found.items() if problem is not None}
         if not self.strict and len(unfit) < len(state.held):
             self.kept = sorted({held.key[0] for held in unfit})
             state.held = [held for held in state.held if held not in unfit]
             unfit = {}
-        self._refuse([*state.problems, *unfit.values()])
+        if problems := [*state.problems, *unfit.values()]:
+            raise MismatchError(listed(f"{self.path} does not fit; nothing was loaded:", problems))
         for held in state.held:
-            for offsets, view in self._boxes(held):
+            for offsets, view in held.boxes():
                 self.reader.add(self._key(held), offsets, tuple(view.shape), view)
         self.copies = self.reader.read()
-        self._check_counts()
-        if self.strict:
-            self._offer()
-        return self._differences(of_optimizer)
-
-    def _refuse(self, problems: list[str]) -> None:
-        if problems:
-            step = f"step {self.manifest.step}, " if self.manifest.step is not None else ""
-            size = f"{step}{len(self.manifest.tensors)} tensors"
-            headline = f"{self.path} ({size}) does not fit; nothing was loaded:"
-            raise MismatchError(listed(headline, problems))
+        self._offer()
+        return self._differences()
 
     # ------------------------------------------------------------------ what fits
 
@@ -337,26 +317,27 @@ class _Load:
         return self.manifest.saved_name(self._saved_name(name)), state
 
     def _name_problems(self) -> list[str]:
-        """The names that the checkpoint has and the model has not, and the reverse."""
+        """The names that only the checkpoint has, or that only the model has."""
         state, manifest = self.state, self.manifest
         here = {held.key[0] for held in state.held} | state.tied.keys()
-        here |= {manifest.saved_name(name) for name in here}
+        here |= {manifest.saved_name(name) for name in here} | state.extra_states.keys()
         saved = {name for name, of_state in manifest.tensors if not of_state} | manifest.tied.keys()
-        problems = [f"unexpected in it: '{name}'" for name in sorted(saved - here)]
-        for name, first in state.tied.items():
-            if (name, "") in manifest.tensors and manifest.saved_name(first) != name:
-                problems.append(
-                    f"'{name}' and '{first}' are one tensor in this model and two in the checkpoint"
-                )
-        there, here = {*manifest.extra_states}, {*state.extra_states}
-        problems += [f"missing from it: '{name}'" for name in sorted(here - there)]
-        return problems + [f"unexpected in it: '{name}'" for name in sorted(there - here)]
+        there = saved | manifest.extra_states.keys()
+        lost = sorted(state.extra_states.keys() - there)
+        return [
+            *(f"missing from it: '{name}'" for name in lost),
+            *(f"unexpected in it: '{name}'" for name in sorted(there - here)),
+            *(
+                f"'{name}' and '{first}' are one tensor in this model and two in the checkpoint"
+                for name, first in state.tied.items()
+                if (name, "") in manifest.tensors and manifest.saved_name(first) != name
+            ),
+        ]
 
     def _problem(self, held: Held) -> str | None:
         """The reason why a tensor can't be loaded from what was saved, or None."""
-        name, key = key_text(held.key).removeprefix("model."), self._key(held)
-        dtype = held.tensor.dtype
-        if (saved := self.manifest.tensors.get(key)) is None:
+        name, dtype = key_text(held.key).removeprefix("model."), held.tensor.dtype
+        if (saved := self.manifest.tensors.get(self._key(held))) is None:
             return f"missing from it: '{name}' {list(held.shape)}"
         if saved.shape != held.shape:
             return f"'{name}' has shape {list(saved.shape)} in it, {list(held.shape)} in this model"
@@ -368,109 +349,55 @@ class _Load:
                 f"'{name}' is {saved.dtype} in it, {dtype} here: load in the saved dtype and "
                 f"convert afterwards"
             )
-        weight = self.manifest.tensors[key[0], ""].shape
-        if self._stored_block(held) is not None and saved.shape not in (weight, weight[:1]):
-            return (
-                f"'{name}' has not the shape of its parameter, and gate and up have another order "
-                f"in the checkpoint, so it is unknown which of its rows belong to gate"
-            )
         return None
-
-    def _stored_block(self, held: Held) -> int | None:
-        """The order of gate and up in the checkpoint, if it is not that of the model."""
-        of = held.experts
-        if of is None or of.order is None:
-            return None
-        saved = self.manifest.extra_states.get(self._saved_name(of.order))
-        block = saved.get("gate_up_block") if isinstance(saved, dict) else None
-        return block if block != of.block else None
-
-    def _differences(self, of_optimizer: OptimizerLoad | None) -> list[str]:
-        """What keeps the run that was loaded from being continued bit for bit."""
-        found = [] if self.strict else ["random states were not loaded"]
-        if of_optimizer is not None:
-            found += of_optimizer.differences
-        elif self.manifest.optimizer is not None:
-            found.append("the optimizer was not loaded")
-        if self.same_size and of_optimizer and self.values["pieces"] != self.state.digest:
-            found.append("pieces of tensors lay on other ranks")
-        saved = self.manifest.facts | {"placements": self.manifest.placements}
-        saved |= {f"version of {name}": text for name, text in self.manifest.versions.items()}
-        here = facts_of(self.model, self.ranks.size) | {"placements": placements_of(self.model)}
-        here |= {f"version of {name}": text for name, text in versions().items()}
-        return found + _unlike(saved, here)
-
-    # ------------------------------------------------------------------ what is read
-
-    def _boxes(self, held: Held) -> Iterator[tuple[Shape, Tensor]]:
-        """(offsets in the checkpoint, view) of this rank's boxes; rows of gate and up one run at a
-        time, if they have another order in the checkpoint."""
-        stored = self._stored_block(held)
-        for offsets, view in held.boxes():
-            if stored is None or view.dim() < 2:
-                yield offsets, view
-                continue
-            assert held.experts is not None
-            rows = torch.arange(held.shape[1], device="cpu")
-            try:
-                rows = convert_gate_up(rows, stored, held.experts.block, 0)
-            except (ValueError, RuntimeError) as error:
-                raise DamagedError(f"{self.path}: '{held.experts.order}': {error}") from error
-            mine = rows[offsets[1] : offsets[1] + view.shape[1]]
-            at = 0
-            for run in mine.tensor_split((mine.diff() != 1).nonzero().flatten() + 1):
-                place = (offsets[0], int(run[0]), *offsets[2:])
-                yield place, view[:, at : at + len(run)]
-                at += len(run)
-
-    def _check_counts(self) -> None:
-        """Refuse several counts of steps from the file where experts share one count here."""
-        shared = {held.tensor.data_ptr(): held for held in self.state.held if held.shared}
-        counts: dict[int, set[float]] = {}
-        for values, target in self.copies:
-            if (place := target.data_ptr()) in shared and target.numel():
-                counts.setdefault(place, set()).add(values.item())
-        self._refuse(
-            [
-                f"'{key_text(shared[place].key)}' of the experts in the checkpoint: "
-                f"{sorted(several)}, and here they have one for all: load into a module with a "
-                f"parameter for each (layout 'indexed')"
-                for place, several in counts.items()
-                if len(several) > 1
-            ]
-        )
 
     def _offer(self) -> None:
         """Set the modules' extra states; keep their old ones in case a module refuses."""
         named = unwrapped(self.model).named_modules(remove_duplicate=False)
         modules = {clean(name): module for name, module in named}
-        # Experts keep the order of gate and up of this model: the load permutes rows instead.
-        orders = {experts.order for experts in self.state.experts.values()}
-        for name in self.manifest.extra_states.keys() - orders:
-            module = modules[name.rpartition(".")[0]]
-            before = copy.deepcopy(module.get_extra_state())
-            self.undos.append(partial(module.set_extra_state, before))
-            try:
-                module.set_extra_state(self.manifest.extra_states[name])
-            except Exception as error:
-                raise DamagedError(
-                    f"{self.path}: '{name}' is refused by its module, a {type(module).__name__}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        for name in self.state.extra_states:
+            saved = self._saved_name(name)
+            if saved in self.manifest.extra_states:
+                module = modules[name.rpartition(".")[0]]
+                self.before.append((module, copy.deepcopy(module.get_extra_state())))
+                try:
+                    module.set_extra_state(self.manifest.extra_states[saved])
+                except Exception as error:
+                    raise MismatchError(
+                        f"{self.path}: '{name}' is refused by its module, a "
+                        f"{type(module).__name__}: {type(error).__name__}: {error}"
+                    ) from error
+
+    def _differences(self) -> list[str]:
+        """What keeps the run that was loaded from being continued bit for bit."""
+        found = [] if self.strict else ["random states were not loaded"]
+        if self.of_optimizer is not None:
+            found += self.of_optimizer.differences
+            if self.same_size and self.values["pieces"] != self.state.digest:
+                found.append("pieces of tensors lay on other ranks")
+        elif self.manifest.optimizer is not None:
+            found.append("the optimizer was not loaded")
+        saved, here = self.manifest.facts, facts_of(self.model, self.ranks.size)
+        then, now = self.manifest.placements, placements_of(self.model)
+        if then != now:  # and formats
+            saved = saved | {"placements": [text for text in then if text not in now]}
+            here = here | {"placements": [text for text in now if text not in then]}
+        saved = saved | {f"version of {name}": v for name, v in self.manifest.versions.items()}
+        return found + _unlike(saved, here | {f"version of {k}": v for k, v in versions().items()})
 
     # ------------------------------------------------------------------ the end
 
     def undo(self) -> None:
-        for undo in reversed(self.undos):
-            undo()
+        for module, before in reversed(self.before):
+            module.set_extra_state(before)
 
     def write(self) -> None:
         for held in self.state.held:
             if isinstance(held.tensor, ShardedTensor) and held.tensor.buffer is not None:
                 held.tensor.buffer.wrote()  # on every rank, also if it stores nothing of the tensor
         write(self.copies)
-        for write_more in self.writes:
-            write_more()
+        if self.of_optimizer is not None:
+            self.of_optimizer.write()
         if self.strict and self.same_size:
             restore_random(self.values["random"])
         elif self.strict:
@@ -482,18 +409,16 @@ class _Load:
         loaded = {self._key(held)[0] for held in self.state.held}
         saved = {name for name, of_state in self.manifest.tensors if not of_state}
         report.left_out, report.kept = sorted(saved - loaded), self.kept
+        then = self.manifest.config or {}
+        mine = report.config or {}
+        differences += _unlike({key: then.get(key) for key in mine}, mine)
         report.differences = list(dict.fromkeys(differences))
-        if report.config is not None:
-            then = self.manifest.config or {}
-            report.differences += _unlike(
-                {key: then.get(key) for key in report.config}, report.config
-            )
 
 
 def _unlike(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """A line for each value that is not the same."""
     return [
-        f"{key}: {saved.get(key)!r:.100} then, {here.get(key)!r:.100} now"
+        f"{key}: {saved.get(key)!r:.150} then, {here.get(key)!r:.150} now"
         for key in {**saved, **here}
         if saved.get(key) != here.get(key)
     ]
@@ -521,10 +446,10 @@ class Verification:
     def __str__(self) -> str:
         lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
         if (saved := self.manifest) is not None:
-            step = "" if saved.step is None else f"step {saved.step}, "
             lines += [
-                f"  {step}{saved.created}, {saved.world_size} ranks, {self.num_tensors} tensors, "
-                f"{saved.num_bytes} bytes, torch {saved.versions['torch']}",
+                f"  step {saved.step}, {saved.created}, {saved.world_size} ranks, "
+                f"{self.num_tensors} tensors, {saved.num_bytes} bytes, torch "
+                f"{saved.versions.get('torch')}",
                 *(f"  {text}" for text in saved.placements),
             ]
         return "\n".join([*lines, *(f"  problem: {problem}" for problem in self.problems)])

@@ -19,12 +19,10 @@ import hashlib
 import json
 import platform
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy
@@ -33,10 +31,20 @@ import torch
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.files import File, HashedFile, opened
 from shardwise.checkpoint.pieces import Entry, Key, Table
-from shardwise.checkpoint.values import DAMAGE, MAX_JSON_BYTES, decode, encode, limited, parse_json
+from shardwise.checkpoint.values import (
+    DAMAGE,
+    MAX_JSON_BYTES,
+    decode,
+    dtype_name,
+    encode,
+    limited,
+    parse_json,
+    typed,
+)
 
 NAME = "manifest.json"
-FORMAT = "shardwise checkpoint 5"
+FORMAT = "shardwise checkpoint 6"
+_PLAIN = ("files", "table")  # fields in types of JSON; the values of others may need tags
 
 
 def versions() -> dict[str, str]:
@@ -50,10 +58,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "numpy": str(numpy.__version__),
     }
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class Manifest:
     sequence: int  # number of the save in its folder; a resumed run continues the count
     files: list[File]  # of each rank
     table: Table
-    experts: dict[str, int]  # parameters with a dimension of experts: how many
+    experts: list[str]  # parameters whose first dimension counts experts
     tied: dict[str, str]  # another name of a parameter -> the name under which it is saved
     extra_states: dict[str, Any]  # of modules that have one
     dtypes: dict[str, str]  # of parameters before they were wrapped, if other than the saved dtype
@@ -83,37 +87,26 @@ class Manifest:
     placements: list[str]
     facts: dict[str, Any]  # what must be equal for a run to continue bit for bit
     versions: dict[str, str]
-    created: str
+    created: str = field(default_factory=lambda: f"{datetime.datetime.now(datetime.UTC):%FT%TZ}")
 
     def __post_init__(self) -> None:
-        for problem in self._problems():
-            raise ValueError(problem)
-        self.table.check(self.world_size, self.experts)
-
-    def _problems(self) -> Iterator[str]:
         """What the types of the fields do not say. A file may hold any values."""
-        if min(self.sequence, self.step or 0, *(file.size for file in self.files)) < 0:
-            yield "a number below 0"
-        if sum(len(k) * entry.nbytes for entry, k in self.table.alike.items()) > self.num_bytes:
-            yield "more bytes of tensors than of files"
+        self.table.check(self.world_size, self.num_bytes)
         named = {name for name, state in self.tensors if not state}
-        for name in {*self.tied.values(), *self.states, *self.experts} - named:
-            yield f"{shown(name)} has another name, states or experts, and is no tensor"
-        for name, count in self.experts.items():
-            if self.tensors[name, ""].shape[:1] != (count,):
-                yield f"{shown(name)} are not {count} experts"
-        for name, value in self.extra_states.items():
-            block = value.get("gate_up_block", 0) if type(value) is dict else 0
-            if type(block) is not int or block < 0:
-                yield f"the order of gate and up in {shown(name)} is no size"
-        saved = self.optimizer
-        rows, parameters = (saved.options, saved.parameters) if saved else ([], {})
-        if not all(row in range(len(rows)) for row in parameters.values()):
-            yield "a parameter with options that are not in the table"
-        if self.states.keys() - parameters.keys():
-            yield "states of no parameter"
-        if any("params" in options for options in rows) or "torch" not in self.versions:
-            yield "options with parameters among them, or no version of torch"
+        saved, states = self.optimizer, self.states
+        rows, scalars = (saved.parameters, saved.scalars) if saved else ({}, {})
+        sound = {
+            "tied": named.issuperset(self.tied.values()),
+            "experts": all(self.tensors[name, ""].shape for name in self.experts),
+            "states": states.keys() <= named & rows.keys(),
+            "options": all(row < len(saved.options) for row in rows.values()) if saved else True,
+            "scalars": not any(
+                scalars.get(name, {}).keys() & of.keys() for name, of in states.items()
+            ),
+        }
+        for what, fits in sound.items():
+            if not fits:
+                raise ValueError(f"its {what} do not fit its tensors")
 
     @property
     def tensors(self) -> dict[Key, Entry]:
@@ -143,14 +136,11 @@ class Manifest:
     # ------------------------------------------------------------------ file
 
     def to_bytes(self) -> bytes:
-        body: dict[str, Any] = {
-            item.name: encode(getattr(self, item.name), item.name)
-            for item in dataclasses.fields(self)
-            if item.name not in ("files", "table", "optimizer")
-        }
-        body |= {"files": self.files, "table": self.table.to_json()}
+        names = [item.name for item in dataclasses.fields(self) if item.name not in _PLAIN]
+        body = {name: encode(getattr(self, name), name) for name in names if name != "optimizer"}
         body["optimizer"] = encode(self.optimizer and vars(self.optimizer), "the optimizer")
-        text = json.dumps(body, separators=(",", ":"))
+        body |= {"files": self.files, "table": self.table.as_json()}
+        text = json.dumps(body, separators=(",", ":"), default=dtype_name)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return limited(f"{_head(digest)}{text}}}", NAME).encode()
 
@@ -165,6 +155,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, folder: Path) -> Manifest:
+        """Anyone can write a body with a correct sha256: its types are checked."""
         try:
             content = parse_json(data)
             if type(content) is not dict or content.get("format") != FORMAT:
@@ -176,7 +167,11 @@ class Manifest:
             text = data[len(_head(content["sha256"])) : -1]
             if hashlib.sha256(text).hexdigest() != content["sha256"]:
                 raise ValueError("its contents differ from its sha256")
-            return _from_body(content["body"])
+            body = {
+                name: value if name in _PLAIN else decode(value)
+                for name, value in content["body"].items()
+            }
+            return typing.cast(Manifest, typed(Manifest)(body))
         except DAMAGE as error:
             raise DamagedError(f"{folder / NAME} is damaged: {error}") from error
 
@@ -187,55 +182,15 @@ def _head(digest: str) -> str:
 
 
 def read_bytes(folder: Path) -> bytes:
-    """The bytes of a folder's manifest; the error says what the folder is instead."""
-    if (folder / NAME).exists():
-        with opened(folder / NAME) as stream:
-            data = stream.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
-            raise DamagedError(f"{folder / NAME} is longer than {MAX_JSON_BYTES} bytes")
-        return data
-    if inner := sorted(path.parent for path in folder.glob(f"*/{NAME}")):
+    """The bytes of a folder's manifest; the error says what the folder may be instead."""
+    if not (folder / NAME).exists():
         raise CheckpointError(
-            f"{folder} is a folder of checkpoints: pass one of them, such as {inner[-1]}"
+            f"{folder} is no checkpoint: {NAME}, which is written last, is not there. It may be a "
+            f"save that was never finished, a folder of checkpoints (pass one of them), or "
+            f"published weights, which sw.load_full_state_dict(model, weights) takes"
         )
-    if not folder.exists():
-        raise CheckpointError(f"there is no checkpoint at {folder}: no such directory")
-    raise CheckpointError(
-        f"{folder} has no {NAME}, which is written last: the save was never finished, or these are "
-        f"published weights, which sw.load_full_state_dict(model, weights) takes"
-    )
-
-
-# ------------------------------------------------------------------------------ parsing
-
-
-def _from_body(body: Any) -> Manifest:
-    """The manifest in a body with a correct sha256. Anyone can write such a body: check types."""
-    hints = typing.get_type_hints(Manifest)
-    files, table = [File(*file) for file in body["files"]], Table.from_json(body["table"])
-    if {(type(file.size), type(file.sha256)) for file in files} - {(int, str)}:
-        raise TypeError("the size and sha256 of a file")
-    values: dict[str, Any] = {"files": files, "table": table}
-    for name in body.keys() - values.keys():
-        values[name] = _typed(decode(body[name]), hints[name])
-    return Manifest(**values)
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """The value if it has the annotated type, else a TypeError; a dataclass from its fields."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is UnionType:  # of one type and None
-        return None if value is None else _typed(value, inner[0])
-    if kind is OptimizerValues:
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _typed(item, hints[name]) for name, item in value.items()})
-    if kind is not Any and type(value) is not kind:
-        raise TypeError(f"{shown(value)} is no value that shardwise writes there")
-    if kind is dict:
-        for key, item in value.items():
-            _typed(key, inner[0])
-            _typed(item, inner[1])
-    if kind is list:
-        for item in value:
-            _typed(item, inner[0])
-    return value
+    with opened(folder / NAME) as stream:
+        data = stream.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise DamagedError(f"{folder / NAME} is longer than {MAX_JSON_BYTES} bytes")
+    return data

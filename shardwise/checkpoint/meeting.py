@@ -11,29 +11,34 @@ system anyway. Without collectives, no rank can hang another.
 
 Rank 0 alone lists the directory. The others look for one name, ``end``, which is empty in a
 checkpoint whose name is on the disk, and else holds the reason and the rank of a failure. A rank
-that fails removes its tensors, which makes room on a full disk, and leaves a file ``failed-*`` with
-the reason; rank 0 writes the end. If there is no room for that, it renames the directory, and the
-others give up.
+that fails removes its tensors, which makes room on a full disk, and is done, with the reason. If
+there is no room for that either, it renames the directory, and the others give up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
+import logging
 import os
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.checkpoint.errors import SaveError
 from shardwise.checkpoint.files import rank_file, sync_directory
+from shardwise.checkpoint.values import dtype_name
 
-EXIT_SECONDS = 60.0  # how long a rank waits for the others after its main thread has ended
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 _LONGEST_PAUSE = 2.0
+_EXIT_SECONDS = 60.0  # how long a process that has ended waits for the other ranks
 _LATE_NAME = 3.0  # seconds until every file system shows a new name
 GIVEN_UP = "was given up by another rank"  # the error of that rank has the reason
 END = "end"
@@ -60,36 +65,42 @@ class Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed."""
-        if not self._done.exists():  # make room; with it, rank 0 may publish
-            with contextlib.suppress(OSError):
-                (self.folder / rank_file(self.rank)).unlink()
-        name = END if self.rank == 0 else f"failed-{self.rank:05d}"
+        text = str(self.error(error))
         try:
-            _write(self.folder / name, str(self.error(error)))
+            if not self._done(self.rank).exists():  # make room; with it, rank 0 may publish
+                (self.folder / rank_file(self.rank)).unlink(missing_ok=True)
+            if self.rank == 0:
+                _write(self.folder / END, text)
+            else:
+                self.done({"error": text})
         except OSError:  # rename the directory away from the other ranks
             with contextlib.suppress(OSError):
                 os.rename(self.folder, temporary(self.final))
 
     def done(self, part: dict[str, Any]) -> None:
         """Tell rank 0 that the file of this rank is on the disk."""
-        _write(self._done, json.dumps(part, separators=(",", ":")))
+        text = json.dumps(part, separators=(",", ":"), default=dtype_name)
+        _write(self._done(self.rank), text)
 
     def parts(self) -> list[dict[str, Any]]:
         """Wait until all ranks are done; return their parts (rank 0)."""
-        done = {f"done-{rank:05d}": rank for rank in range(self.world_size)}
-        missing: list[int] = []
-        for _ in self._again(lambda: f"ranks {missing[:20]} to write their part", self.timeout):
+        missing = list(range(self.world_size))
+
+        def look() -> bool | None:
             names = {*os.listdir(self.folder)}
-            if failed := sorted(name for name in names if name.startswith("failed-")):
-                raise SaveError("; ".join((self.folder / name).read_text() for name in failed))
-            if not (missing := [rank for name, rank in done.items() if name not in names]):
-                break
-        return [json.loads((self.folder / name).read_bytes()) for name in done]
+            missing[:] = [rank for rank in missing if self._done(rank).name not in names]
+            return not missing or None
+
+        self._until(look, lambda: f"ranks {missing[:20]} to write their part", self.timeout)
+        parts = [json.loads(self._done(rank).read_bytes()) for rank in range(self.world_size)]
+        if failed := [part["error"] for part in parts if "error" in part]:
+            raise SaveError("; ".join(failed))
+        return parts
 
     def publish(self, write_manifest: Callable[[], None]) -> Path:
         """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync, end."""
         for rank in range(self.world_size):
-            (self.folder / f"done-{rank:05d}").unlink()
+            self._done(rank).unlink()
         sync_directory(self.folder)  # the names of all ranks' files
         write_manifest()
         sync_directory(self.folder)
@@ -106,39 +117,40 @@ class Meeting:
 
     def outcome(self) -> Path:
         """Wait until rank 0 has published the checkpoint; return its path (the other ranks)."""
-        gone = None
-        late = 1.25 * self.timeout + 5  # rank 0 names the ranks that are missing
-        for _ in self._again(lambda: "rank 0 to finish the checkpoint", late):
+        gone: list[float] = []
+
+        def look() -> Path | None:
             for folder in (self.folder, self.final):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     if text := (folder / END).read_text():
                         raise SaveError(text)
                     return self.final
             if not self.folder.exists() and not self.final.exists():
-                gone = gone or time.monotonic()
-                if time.monotonic() - gone > _LATE_NAME:
-                    break
-        raise SaveError(f"the save {self.folder.name} {GIVEN_UP}")
+                gone.append(time.monotonic())
+                if gone[-1] - gone[0] > _LATE_NAME:
+                    raise SaveError(f"the save {self.folder.name} {GIVEN_UP}")
+            return None
 
-    def _again(self, what: Callable[[], str], timeout: float) -> Iterator[None]:
-        """Yield again and again, after longer and longer pauses, until the deadline."""
-        began, pause, leaving = time.monotonic(), 0.001, None
-        while True:
-            yield
-            now = time.monotonic()
-            if leaving is None and not threading.main_thread().is_alive():
-                leaving = now
-            if now - began > timeout or (leaving and now - leaving > EXIT_SECONDS):
+        late = 1.25 * self.timeout + 5  # rank 0 names the ranks that are missing
+        return self._until(look, lambda: "rank 0 to finish the checkpoint", late)
+
+    def _until(self, look: Callable[[], T | None], what: Callable[[], str], timeout: float) -> T:
+        """Look again and again, after longer and longer pauses, until the deadline."""
+        end, pause = time.monotonic() + timeout, 0.001
+        while (found := look()) is None:
+            if not threading.main_thread().is_alive():
+                end = min(end, time.monotonic() + _EXIT_SECONDS)
+            if time.monotonic() > end:
                 raise SaveError(
-                    f"waited {now - began:.0f} s in vain for {what()} ({self.folder}): see whether "
-                    f"that rank is alive, and whether all ranks see this folder"
+                    f"waited in vain for {what()} ({self.folder}): see whether that rank is alive, "
+                    f"and whether all ranks see this folder"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        return found
 
-    @property
-    def _done(self) -> Path:
-        return self.folder / f"done-{self.rank:05d}"
+    def _done(self, rank: int) -> Path:
+        return self.folder / f"done-{rank:05d}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -156,3 +168,12 @@ def is_taken(path: Path) -> bool:
 def temporary(final: Path) -> Path:
     """A new name beside ``final``, for what no reader may see: unfinished, failed, or removed."""
     return final.with_name(f"{final.name}.tmp-{secrets.token_hex(8)}")
+
+
+def remove_temporary(parent: Path, name: str = "") -> None:
+    """Remove what has a ``temporary`` name, of one checkpoint or of all. Nobody may write there."""
+    for path in parent.glob(f"{glob.escape(name) or '*'}.tmp-*"):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s can't be removed, and stays for now: %s", path, error)

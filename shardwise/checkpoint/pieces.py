@@ -17,19 +17,18 @@ overlap, and leave nothing out if their lengths add up to the tile. Saving makes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.checkpoint.errors import shown
-from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.core.layout import Box, Shape, boxes_of
 
 _MAX_DIMENSIONS = 64
-_TOO_MANY = 1 << 62  # elements or bytes
+_TOO_MANY = 1 << 62  # elements
 Key = tuple[str, str]  # a parameter or buffer, and the key of a state of it ("": itself)
 
 
@@ -62,8 +61,8 @@ def runs_of(pieces: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
 class Tile(NamedTuple):
     """A box of a tensor, and its pieces."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     group: int  # the number of its list of holders in the table
     runs: tuple[Run, ...]
 
@@ -79,24 +78,12 @@ class Tile(NamedTuple):
             at += run.length * run.number
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A saved tensor."""
 
     dtype: torch.dtype
-    shape: Shape
+    shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes in files, as far as the tiles say."""
-        return sum(math.prod(tile.sizes) for tile in self.tiles) * self.dtype.itemsize
-
-    def experts_among(self, first: int, count: int) -> int:
-        """How many of these experts have a part of the tensor: frozen ones have no states."""
-        spans = {(tile.offsets[0], tile.offsets[0] + tile.sizes[0]) for tile in self.tiles}
-        ends = ((max(first, low), min(first + count, high)) for low, high in spans)
-        return sum(max(0, high - low) for low, high in ends)
 
 
 class Part(NamedTuple):
@@ -112,23 +99,26 @@ class Part(NamedTuple):
 
 @dataclass
 class Table:
-    """The saved tensors, or those that a rank describes. Lists of holders are written once."""
+    """The saved tensors, or those that a rank describes. Lists of holders, and entries that are
+    alike (a weight's and its states'), are written once."""
 
-    groups: list[tuple[int, ...]] = field(default_factory=list)
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    groups: list[tuple[int, ...]]
+    alike: list[tuple[Entry, list[tuple[str, str]]]]
 
-    def add(self, key: Key, dtype: torch.dtype, shape: Shape, tiles: Sequence[Tile]) -> None:
-        """Add tiles of a tensor."""
-        known = self.entries[key].tiles if key in self.entries else ()
-        self.entries[key] = Entry(dtype, shape, (*known, *tiles))
+    @staticmethod
+    def of(groups: Iterable[tuple[int, ...]], entries: Iterable[tuple[Key, Entry]]) -> Table:
+        alike: dict[Entry, list[Key]] = {}
+        for key, entry in entries:
+            alike.setdefault(entry, []).append(key)
+        return Table([*groups], [*alike.items()])
 
-    @property
-    def alike(self) -> dict[Entry, list[Key]]:
-        """The tensors of each kind: a weight and its states are often alike."""
-        found: dict[Entry, list[Key]] = {}
-        for key, entry in self.entries.items():
-            found.setdefault(entry, []).append(key)
-        return found
+    def as_json(self) -> dict[str, Any]:
+        """The fields, for ``typed`` to read; a dtype is its name."""
+        return {"groups": self.groups, "alike": self.alike}
+
+    @cached_property
+    def entries(self) -> dict[Key, Entry]:
+        return {key: entry for entry, keys in self.alike for key in keys}
 
     def parts(self, key: Key, offsets: Shape, sizes: Shape) -> Iterator[Part]:
         """The parts that may have elements of a box of a tensor."""
@@ -151,62 +141,33 @@ class Table:
                         yield Part(rank, name, end - begin, at, place, sides)
                         at += math.prod(sides)
 
-    def check(self, num_ranks: int, with_gaps: Mapping[str, Any]) -> None:
-        """Raise a ``ValueError`` unless the pieces make whole tensors. Of the parameters
-        ``with_gaps``, the states of some experts may be missing."""
-        if not all(0 <= rank < num_ranks for ranks in self.groups for rank in ranks):
+    def check(self, num_ranks: int, num_bytes: int) -> None:
+        """Raise a ``ValueError`` unless the pieces make whole tensors, of so many bytes at most."""
+        if not all(rank < num_ranks for ranks in self.groups for rank in ranks):
             raise ValueError(f"a rank that is none of {num_ranks}")
-        for entry, keys in self.alike.items():
-            gaps = all(state and name in with_gaps for name, state in keys)
-            boxes = [(tile.offsets, tile.sizes) for tile in entry.tiles]
-            problem = covering_problem(entry.shape, boxes, gaps)
-            for tile in entry.tiles:
-                if sum(run.length * run.number for run in tile.runs) != math.prod(tile.sizes):
-                    problem = "its pieces are not as long as their tile"
-                last = max((run.holder + run.number for run in tile.runs), default=0)
-                if max(last, sum(run.number for run in tile.runs)) > len(self.groups[tile.group]):
-                    problem = "it has more pieces than there are holders"
-            if problem:
-                raise ValueError(f"{shown(key_text(keys[0]))}: {problem}")
+        if len(self.entries) < sum(len(keys) for _, keys in self.alike):
+            raise ValueError("a tensor stands there twice")
+        for entry, keys in self.alike:
+            if problem := self._problem(entry):
+                raise ValueError(f"{shown(key_text(keys[0]) if keys else '')}: {problem}")
+            num_bytes -= len(keys) * math.prod(entry.shape) * entry.dtype.itemsize
+        if num_bytes < 0:
+            raise ValueError("more bytes of tensors than of files")
 
-    # ------------------------------------------------------------------ JSON
-
-    def to_json(self) -> dict[str, Any]:
-        tensors = [
-            [dtype_name(entry.dtype), entry.shape, entry.tiles, keys]
-            for entry, keys in self.alike.items()
-        ]
-        return {"groups": self.groups, "tensors": tensors}
-
-    @staticmethod
-    def from_json(value: Any) -> Table:
-        """The inverse; raises what unpacking raises."""
-        table = Table([_sizes(ranks) for ranks in value["groups"]])
-        for dtype, shape, tiles, keys in value["tensors"]:
-            found = []
-            for offsets, sizes, group, runs in tiles:
-                [group] = _sizes([group])
-                table.groups[group]  # raises if there is none
-                many = tuple(Run(*_sizes(run)) for run in runs)
-                if not all(run.length and run.number for run in many):
-                    raise ValueError("a run without elements")
-                found.append(Tile(_sizes(offsets), _sizes(sizes), group, many))
-            entry = Entry(dtype_of(dtype, "a tensor"), _sizes(shape), tuple(found))
-            if len(shape) > _MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= _TOO_MANY:
-                raise ValueError("the shape of no tensor")
-            for name, state in keys:
-                if {type(name), type(state)} != {str} or (name, state) in table.entries:
-                    raise ValueError(f"{shown(name)} is no name of a tensor, or stands there twice")
-                table.entries[name, state] = entry
-        return table
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if type(value) is not list or {*map(type, value)} - {int}:
-        raise TypeError(f"{shown(value)} in the place of numbers")
-    if value and not 0 <= min(value) <= max(value) < _TOO_MANY:
-        raise ValueError("a number that is too large, or below 0")
-    return tuple(value)
+    def _problem(self, entry: Entry) -> str | None:
+        shape = entry.shape
+        if len(shape) > _MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= _TOO_MANY:
+            return "the shape of no tensor"
+        for tile in entry.tiles:
+            last = max((run.holder + run.number for run in tile.runs), default=0)
+            number = sum(run.number for run in tile.runs)
+            if max(last, number) > len(self.groups[tile.group]):
+                return "it has more pieces than there are holders"
+            if sum(run.length * run.number for run in tile.runs) != math.prod(tile.sizes):
+                return "its pieces are not as long as their tile"
+            if not all(run.length and run.number for run in tile.runs):
+                return "a run without elements"
+        return covering_problem(shape, [(tile.offsets, tile.sizes) for tile in entry.tiles])
 
 
 def piece_name(key: Key, shape: Shape, tile: Tile, begin: int, end: int) -> str:
@@ -222,7 +183,7 @@ def piece_name(key: Key, shape: Shape, tile: Tile, begin: int, end: int) -> str:
     return f"{key_text(key)}@{place}"
 
 
-def covering_problem(shape: Shape, boxes: Sequence[Box], gaps: bool = False) -> str | None:
+def covering_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """The reason why boxes do not cover a tensor exactly once, or None. They must be a grid, as
     mesh axes make it:
 
@@ -233,17 +194,14 @@ def covering_problem(shape: Shape, boxes: Sequence[Box], gaps: bool = False) -> 
     """
     if not math.prod(shape):
         return "it has pieces, and no elements" if boxes else None
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+    if any(len(side) != len(shape) for box in boxes for side in box):
         return "a piece has other dimensions than the tensor"
-    spans: list[set[tuple[int, int]]] = [set() for _ in shape]
-    for offsets, sizes in boxes:
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            spans[dim].add((offset, offset + size))
+    number = 1
     for dim, end in enumerate(shape):
-        chain = [(0, 0), *sorted(spans[dim]), (end, end)]
-        holes = [after[0] - before[1] for before, after in pairwise(chain)]
-        if min(holes) < 0 or (max(holes) > 0 and not (gaps and dim == 0)):
+        spans = sorted({(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes})
+        if [0, *(high for _, high in spans)] != [*(low for low, _ in spans), end]:
             return f"its pieces do not follow each other along dimension {dim}"
-    if not len({offsets for offsets, _ in boxes}) == len(boxes) == math.prod(map(len, spans)):
+        number *= len(spans)
+    if not len({offsets for offsets, _ in boxes}) == len(boxes) == number:
         return "its pieces leave elements out, or hold some twice"
     return None

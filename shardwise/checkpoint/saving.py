@@ -12,14 +12,13 @@ message, and one rank describes where all elements of a tile are:
     hsdp, 2 x 2 ranks        rank 0   rank 1   rank 2   rank 3
     holds                    A' B'    A" B"    A' B'    A" B"     ' and ": the halves of A and B
     writes                   A'       A"       B'       B"        the largest tensor first, to the
-                                                                  replicas with the fewest bytes
+                                                                  replica with the fewest bytes
     describes                A, B
 """
 
 from __future__ import annotations
 
 import copy
-import glob
 import hashlib
 import logging
 import math
@@ -45,9 +44,18 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.files import File, rank_file, write_tensors
-from shardwise.checkpoint.manifest import Manifest, now, versions
-from shardwise.checkpoint.meeting import Meeting, is_taken, temporary
-from shardwise.checkpoint.pieces import Key, Run, Table, Tile, key_text, piece_name, runs_of
+from shardwise.checkpoint.manifest import Manifest, versions
+from shardwise.checkpoint.meeting import Meeting, is_taken, remove_temporary, temporary
+from shardwise.checkpoint.pieces import (
+    Entry,
+    Key,
+    Run,
+    Table,
+    Tile,
+    key_text,
+    piece_name,
+    runs_of,
+)
 from shardwise.checkpoint.state import (
     State,
     facts_of,
@@ -55,7 +63,7 @@ from shardwise.checkpoint.state import (
     optimizer_values,
     placements_of,
 )
-from shardwise.checkpoint.values import encode, random_states, to_json
+from shardwise.checkpoint.values import encode, random_states, to_json, typed
 from shardwise.core import comm
 from shardwise.core.cut import Cut
 from shardwise.core.layout import Shape
@@ -87,20 +95,13 @@ def save(
     checkpoints and finds the newest.
     """
     final, ranks = Path(os.path.abspath(path)), ranks_with_data()
-
-    def take() -> Snapshot:
-        if ranks.rank == 0:
-            for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        return Snapshot(ranks, model, optimizer, extra, config)
-
-    meeting, snapshot = begin(ranks, [final], TIMEOUT_SECONDS, take)
-    try:
-        write_and_publish(meeting, snapshot, snapshot.tensors, sequence=lambda: 1, step=None)
-    except SaveError:
-        if ranks.size == 1:  # else other ranks may still write; the next save to path removes it
-            shutil.rmtree(meeting.folder, ignore_errors=True)
-        raise
+    one = Save(
+        [final],
+        TIMEOUT_SECONDS,
+        lambda: Snapshot(ranks, model, optimizer, extra, config),
+        clean=lambda: remove_temporary(final.parent, final.name),
+    )
+    one.write(sequence=lambda: 1)
     comm.agree(None, ranks)  # the caller may move the checkpoint once every rank has seen it
 
 
@@ -121,8 +122,9 @@ class Snapshot:
         problems = state.problems
         if not state.held:
             problems.append(f"{type(model).__name__} has neither parameters nor buffers")
-        given = {"extra": dict(extra or {}), "config": dict(config or {})}
+        given: dict[str, Any] = {"extra": dict(extra or {}), "config": dict(config or {})}
         given |= {f"the extra state '{name}'": value for name, value in state.extra_states.items()}
+        given["the optimizer's scalars"] = of_optimizer and of_optimizer.scalars
         for name, value in given.items():
             try:
                 encode(value, name)
@@ -135,11 +137,10 @@ class Snapshot:
         self.keys = sorted({held.key for held in state.held})  # the same on all ranks
         of_rank = {"random": random_states(), "extra": given["extra"], "pieces": state.digest}
         self.rank_values = to_json(of_rank, "extra")
-        grouped = {of.name: of.total for of in state.experts.values()}
         # The fields of the manifest.
         self.values: dict[str, Any] = copy.deepcopy(
             {
-                "experts": {name: n for name, n in grouped.items() if name not in state.tied},
+                "experts": sorted({of.name for of in state.experts.values()} - state.tied.keys()),
                 "tied": state.tied,
                 "extra_states": state.extra_states,
                 "dtypes": state.dtypes,
@@ -158,7 +159,8 @@ def divide(state: State, rank: int, world_size: int) -> tuple[dict[str, Tensor],
     """The tensors that this rank writes, by name in its file, and those that it describes. Every
     piece has one writer."""
     written: dict[str, Tensor] = {}
-    table = Table()
+    groups: dict[tuple[int, ...], int] = {}
+    entries: dict[Key, Entry] = {}
     known: dict[Any, _Holders] = {}
     everyone = _Holders(numpy.arange(world_size).reshape(1, -1), rank)
     first, alone = (_Holders(numpy.full((1, 1), one), rank) for one in (0, rank))
@@ -183,47 +185,39 @@ def divide(state: State, rank: int, world_size: int) -> tuple[dict[str, Tensor],
                 [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             if same not in known:
-                ranks = _ranks_of(tensor)
-                known[same] = known.setdefault(
-                    (ranks.shape, ranks.tobytes()), _Holders(ranks, rank)
-                )
+                known[same] = _Holders(_ranks_of(tensor), rank)
             holders = known[same]
-        elif held.shared:
-            data = data.expand(held.stored((), ())[1])
         holders = first if held.key in state.buffers else holders
         offsets, sizes = held.stored(offsets, sizes)
         runs = runs or runs_of([(0, math.prod(sizes))])
         column = holders.choose(runs)
+        tile = Tile(offsets, sizes, 0, runs)
         if rank == holders.ranks[0][0]:
-            if column not in holders.groups:
-                holders.groups[column] = len(table.groups)
-                table.groups.append(holders.ranks[column])
-            tile = Tile(offsets, sizes, holders.groups[column], runs)
-            table.add(held.key, tensor.dtype, held.shape, [tile] if math.prod(sizes) else [])
+            tiles = entries[held.key].tiles if held.key in entries else ()
+            if math.prod(sizes) and (sizes or not tiles):  # experts share a number, such as a count
+                group = groups.setdefault(holders.ranks[column], len(groups))
+                tiles = (*tiles, tile._replace(group=group))
+            entries[held.key] = Entry(tensor.dtype, held.shape, tiles)
         if data.numel() and column == holders.mine:
             end = begin + data.numel()
-            name = piece_name(held.key, held.shape, Tile(offsets, sizes, 0, runs), begin, end)
+            name = piece_name(held.key, held.shape, tile, begin, end)
             written[name] = data.view(held.shape) if end - begin == math.prod(held.shape) else data
-    return written, table
+    return written, Table.of(groups, entries.items())
 
 
 class _Holders:
-    """The ranks that hold a tensor: for each replica, the holder of each piece."""
+    """The ranks that hold some tensors: for each replica, the holder of each piece."""
 
     def __init__(self, ranks: Any, rank: int) -> None:
         self.ranks = [tuple(column) for column in ranks.T.tolist()]
         self.mine = next((n for n, column in enumerate(self.ranks) if rank in column), None)
-        self.groups: dict[int, int] = {}  # the number in the table of each replica
-        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # elements that each rank writes
+        self._loads = numpy.zeros(ranks.shape, numpy.int64)  # elements, by first holder
 
     def choose(self, runs: tuple[Run, ...]) -> int:
-        """The replica that writes these pieces: the one whose holders write least so far."""
-        if len(self.ranks) == 1 or not runs:
-            return 0
-        some = [slice(run.holder, run.holder + run.number) for run in runs]
-        column = int(sum(self._loads[holders].sum(0) for holders in some).argmin())
-        for holders, run in zip(some, runs, strict=True):
-            self._loads[holders, column] += run.length
+        """The replica that writes these pieces: the one that has written least for the first."""
+        loads = self._loads[runs[0].holder if runs else 0]
+        column = int(loads.argmin())
+        loads[column] += sum(run.length for run in runs)
         return column
 
 
@@ -295,111 +289,117 @@ class Staging:
 # ------------------------------------------------------------------------------ writing
 
 
-def begin(
-    ranks: comm.Axis,
-    finals: list[Path],
-    timeout: float,
-    snapshot: Callable[[], Snapshot],
-    step: int | None = None,
-) -> tuple[Meeting, Snapshot]:
-    """Make the temporary directory and agree on it, or raise the same on every rank. The first of
-    ``finals`` that is free is the name of the checkpoint."""
-    folder = temporary(finals[0])
+class Save:
+    """A save of one rank among others. Making it takes the snapshot, and makes and agrees on the
+    temporary directory; the first of ``finals`` that is free is the name of the checkpoint. All
+    problems are raised on every rank. ``clean`` comes first, on rank 0."""
 
-    def work() -> tuple[Snapshot, str]:
-        result, final = snapshot(), ""
-        if ranks.rank == 0:
-            final = next((str(path) for path in finals if not is_taken(path)), "")
-            if not final:
+    def __init__(
+        self,
+        finals: list[Path],
+        timeout: float,
+        snapshot: Callable[[], Snapshot],
+        *,
+        step: int | None = None,
+        clean: Callable[[], object] = lambda: None,
+    ) -> None:
+        ranks, folder, self.step = ranks_with_data(), temporary(finals[0]), step
+
+        def take() -> tuple[Snapshot, Path]:
+            if ranks.rank != 0:
+                return snapshot(), finals[0]
+            clean()
+            taken, free = snapshot(), next((one for one in finals if not is_taken(one)), None)
+            if free is None:
                 raise CheckpointError(
-                    f"{finals[0]} exists already, and a checkpoint is never overwritten: remove "
-                    f"it, or choose another path (shardwise.checkpoint.Store makes one for each "
-                    f"step)"
+                    f"{finals[0]} exists already, and a checkpoint is never overwritten: remove it "
+                    f"or choose another path (a Store makes one for each step)"
                 )
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise SaveError(f"{folder} can't be made: {error.strerror}") from error
-        return result, final
+            return taken, free
 
-    def facts(taken: tuple[Snapshot, str]) -> Any:
-        digest = hashlib.sha256(repr(taken[0].keys).encode()).hexdigest()
-        return str(folder), taken[1], str(finals[0]), step, digest
+        def facts(taken: tuple[Snapshot, Path]) -> Any:
+            digest = hashlib.sha256(repr(taken[0].keys).encode()).hexdigest()
+            return folder, taken[1], (str(finals[0]), step, digest)
 
-    try:
-        (taken, _), of_ranks = together(work, ranks, facts=facts)
-        for rank, theirs in enumerate(of_ranks):
-            if theirs[2:] != of_ranks[0][2:]:
-                raise MismatchError(
-                    f"rank 0 saves {of_ranks[0][2:]}, rank {rank} saves {theirs[2:]} (place, step, "
-                    f"digest of the names): all ranks save the same model and optimizer states, at "
-                    f"the same step, to the same place"
-                )
-        compare_replicas(taken.live)
-        taken.live.clear()
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    folder, final = Path(of_ranks[0][0]), Path(of_ranks[0][1])
-    meeting = Meeting(
-        folder=folder, final=final, rank=ranks.rank, world_size=ranks.size, timeout=timeout
-    )
-    return meeting, taken
-
-
-def write_and_publish(
-    meeting: Meeting,
-    snapshot: Snapshot,
-    tensors: dict[str, Tensor],
-    *,
-    sequence: Callable[[], int],
-    step: int | None,
-) -> Path:
-    """Write this rank's part, and return the path once rank 0 has published the checkpoint.
-    A rank that fails makes every rank fail."""
-    try:
-        began = time.monotonic()
-        place = meeting.folder / rank_file(meeting.rank)
         try:
-            file = write_tensors(place, tensors, {VALUES: snapshot.rank_values})
-        except OSError as error:  # Python names no file where an open one can't grow
-            error.filename = error.filename or str(place)
+            (self.snapshot, _), of_ranks = together(take, ranks, facts=facts)
+            for rank, (_, _, theirs) in enumerate(of_ranks):
+                if theirs != of_ranks[0][2]:
+                    raise MismatchError(
+                        f"rank 0 saves {of_ranks[0][2]}, rank {rank} saves {theirs} (place, step, "
+                        f"digest of the names): all ranks save the same model and optimizer "
+                        f"states, at the same step, to the same place"
+                    )
+            compare_replicas(self.snapshot.live)
+            self.snapshot.live.clear()
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        described = snapshot.table.to_json() if snapshot.table.entries else None
-        meeting.done({"file": file, "table": described})
-        if meeting.rank != 0:
-            return meeting.outcome()
-        manifest = join(
-            meeting.parts(), snapshot.keys, step=step, sequence=sequence(), **snapshot.values
+        folder, final, _ = of_ranks[0]
+        self.meeting = Meeting(
+            folder=folder, final=final, rank=ranks.rank, world_size=ranks.size, timeout=timeout
         )
-        path = meeting.publish(lambda: manifest.write(meeting.folder))
-    except BaseException as error:
-        meeting.fail(error)
-        if isinstance(error, Exception):
-            raise meeting.error(error) from error
-        raise
-    log.info("saved %s in %.2f s", path, time.monotonic() - began)
-    return path
+
+    def stage(self, staging: Staging) -> None:
+        """Copy the tensors, so that training can change them."""
+        try:
+            self.snapshot.tensors = staging.copy(self.snapshot.tensors)
+        except BaseException as error:  # out of memory: the others must not wait for this rank
+            self.meeting.fail(error)
+            raise
+
+    def write(self, sequence: Callable[[], int]) -> Path:
+        """Write this rank's part, and return the path once rank 0 has published the checkpoint.
+        A rank that fails makes every rank fail."""
+        meeting, snapshot, began = self.meeting, self.snapshot, time.monotonic()
+        try:
+            place = meeting.folder / rank_file(meeting.rank)
+            try:
+                file = write_tensors(place, snapshot.tensors, {VALUES: snapshot.rank_values})
+            except OSError as error:  # Python names no file where an open one can't grow
+                error.filename = error.filename or str(place)
+                raise
+            meeting.done({"file": file, "table": snapshot.table.as_json()})
+            if meeting.rank != 0:
+                return meeting.outcome()
+            facts = {"step": self.step, "sequence": sequence(), **snapshot.values}
+            manifest = join(meeting.parts(), snapshot.keys, **facts)
+            path = meeting.publish(lambda: manifest.write(meeting.folder))
+        except BaseException as error:
+            meeting.fail(error)
+            if isinstance(error, Exception):
+                raise meeting.error(error) from error
+            raise
+        log.info("saved %s in %.2f s", path, time.monotonic() - began)
+        return path
 
 
 def join(parts: list[dict[str, Any]], keys: Iterable[Key], **values: Any) -> Manifest:
     """The manifest of what all ranks have written; raises unless the tiles make whole tensors."""
     groups: dict[tuple[int, ...], int] = {}  # equal lists of holders are one
-    tiles: dict[Key, tuple[torch.dtype, Shape, dict[Shape, Tile]]] = {}
-    for part in (Table.from_json(part["table"]) for part in parts if part["table"]):
+    entries: dict[Key, tuple[Entry, dict[Shape, Tile]]] = {}
+    for part in (typed(Table)(part["table"]) for part in parts if part["table"]["alike"]):
         numbers = [groups.setdefault(group, len(groups)) for group in part.groups]
-        for entry, alike in part.alike.items():
+        for entry, alike in part.alike:
             found = {t.offsets: t._replace(group=numbers[t.group]) for t in entry.tiles}
             for key in alike:  # ranks without a common mesh may hold the same
-                known = tiles.setdefault(key, (entry.dtype, entry.shape, {}))[2]
+                known = entries.setdefault(key, (entry, {}))[1]
                 known |= {place: tile for place, tile in found.items() if place not in known}
-    if lost := [key_text(key) for key in keys if key not in tiles]:
-        raise SaveError(listed("the ranks' parts do not make whole tensors:", lost))
-    table = Table(list(groups))
-    for key, (dtype, shape, found) in tiles.items():
-        table.add(key, dtype, shape, [tile for _, tile in sorted(found.items())])
-    files = [File(*part["file"]) for part in parts]
+    table = Table.of(
+        groups,
+        (
+            (key, entry._replace(tiles=tuple(tile for _, tile in sorted(found.items()))))
+            for key, (entry, found) in entries.items()
+        ),
+    )
     try:
-        return Manifest(files=files, table=table, versions=versions(), created=now(), **values)
+        if lost := [key_text(key) for key in keys if key not in entries]:
+            raise ValueError(f"no rank has described {lost[:20]}")
+        files = [File(*part["file"]) for part in parts]
+        return Manifest(files=files, table=table, versions=versions(), **values)
     except ValueError as error:
         raise SaveError(f"the ranks' parts do not make whole tensors: {error}") from error

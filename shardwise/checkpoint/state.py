@@ -13,7 +13,7 @@ one. So a live tensor is the whole of a stored one, or some experts of it, and s
     rank 0   fc1.weight [2, out, in]                -->  experts 0-1 of   fc1.weight [4, out, in]
     rank 1   fc1.weight0 [out, in], fc1.weight1     -->  expert 2, expert 3
 
-The order of gate and up is stored too, and a load into another order permutes rows.
+States that are single numbers (counts of steps) are those of all experts of a weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardwise.checkpoint.values import dtype_name, encode
 from shardwise.core.compat import tree_leaves
 from shardwise.core.layout import Shape
 from shardwise.core.tensor import ShardedTensor
-from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear
+from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.optim.gradients import zero_state
 from shardwise.optim.muon import MACHINE_SETTINGS
 from shardwise.shard.module import units_of
@@ -47,11 +47,10 @@ from shardwise.shard.state_dict import clean
 
 log = logging.getLogger(__name__)
 
-_EXTRA = "_extra_state"
 # Options that say how an optimizer computes, but not its results: a load does not change these.
-_MACHINE_OPTIONS = frozenset(
-    ("foreach", "fused", "capturable", "differentiable", "kind", "param_names", *MACHINE_SETTINGS)
-)
+_MACHINE_OPTIONS = {"foreach", "fused", "capturable", "differentiable", *MACHINE_SETTINGS}
+_NAMES = {"params", "param_names"}
+_ALGORITHM = ("kind", "function")  # options with which states mean something else
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class Experts:
     count: int
     total: int  # of all ranks
     grouped: bool  # whether dimension 0 of the live tensor counts experts
-    order: str | None = None  # name of the extra state that holds the order of gate and up
-    block: int = 0  # the order of gate and up here
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,28 +80,24 @@ class Held:
             return shape
         return (self.experts.total, *(shape[1:] if self.experts.grouped else shape))
 
-    @property
-    def shared(self) -> bool:
-        """Whether one number, a count of steps, is that of several experts."""
-        return self.experts is not None and self.experts.grouped and not self.tensor.dim()
-
     def stored(self, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape]:
         """A box of the live tensor as a box of the stored one."""
         of = self.experts
         if of is None:
             return offsets, sizes
-        if of.grouped and sizes:
+        if of.grouped:
             return (of.first + offsets[0], *offsets[1:]), sizes
-        return (of.first, *offsets), (of.count, *sizes)
+        return (of.first, *offsets), (1, *sizes)
 
     def boxes(self) -> Iterator[tuple[Shape, Tensor]]:
         """(offsets in the stored tensor, view of the live one) of this rank's boxes."""
         for offsets, view in local_boxes(self.tensor):
             begins, sizes = self.stored(offsets, tuple(view.shape))
-            if not self.shared:
-                yield begins, view.expand(sizes)
-            for expert in range(sizes[0]) if self.shared else ():
-                yield (begins[0] + expert,), view.view(1)
+            yield begins, view.expand(sizes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[Shape, Tensor]]:
@@ -138,12 +131,13 @@ class State:
     @property
     def digest(self) -> str:
         """A hash of the pieces that this rank holds."""
-        pieces: list[tuple[Key, Shape]] = []
-        for held in self.held:
-            if isinstance(held.tensor, ShardedTensor):
-                pieces.append((held.key, held.tensor.cut.piece))
-            elif isinstance(held.tensor, DTensor):
-                pieces.append((held.key, tuple(held.tensor.to_local().shape)))
+        pieces = [
+            (
+                key,
+                tensor.cut.piece if isinstance(tensor, ShardedTensor) else (*_local(tensor).shape,),
+            )
+            for key, tensor in ((held.key, held.tensor) for held in self.held)
+        ]
         return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
 
     def stored_name(self, name: str) -> str:
@@ -155,18 +149,27 @@ class State:
         Optimizers of whole matrices have a state for each matrix of grouped experts, with its
         number in the key: ``left.3``. It is stored as the state ``left`` of an expert (``left.1``
         where an expert has several matrices)."""
-        experts = self.experts.get(name)
+        of = self.experts.get(name)
         base, _, number = state.rpartition(".")
-        if experts is not None and experts.grouped and base and number.isdigit():
-            similar = sum(other.rpartition(".")[0] == base for other in states)
-            each, rest = divmod(similar, experts.count)  # matrices of one expert
-            if not rest:
+        if of is not None and of.grouped and base and number.isdigit():
+            each, rest = divmod(sum(one.rpartition(".")[0] == base for one in states), of.count)
+            if not rest:  # so many matrices in each expert
                 expert, matrix = divmod(int(number), each)
-                experts = replace(experts, first=experts.first + expert, count=1, grouped=False)
+                of = replace(of, first=of.first + expert, grouped=False)
                 state = base if each == 1 else f"{base}.{matrix}"
-        held = Held((self.stored_name(name), state), tensor, experts)
+        held = Held((self.stored_name(name), state), tensor, of if tensor.dim() else None)
         self.held.append(held)
-        self.problems += _problems(held)
+        local = _local(tensor)
+        what = f"'{key_text(held.key)}' of shape {list(tensor.shape)}"
+        if local.is_meta:
+            self.problems.append(f"{what} is on the meta device: materialise it (to_empty())")
+        elif local.layout != torch.strided:
+            self.problems.append(f"{what} is {local.layout}: only strided tensors can be saved")
+        elif held.experts and held.experts.grouped and len(tensor) != held.experts.count:
+            self.problems.append(
+                f"{what} has no part for each of {held.experts.count} experts: give every expert a "
+                f"separate parameter (layout 'indexed')"
+            )
         return held
 
     def named(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str]]:
@@ -184,22 +187,6 @@ class State:
                 )
 
 
-def _problems(held: Held) -> list[str]:
-    tensor, name = held.tensor, key_text(held.key)
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.is_meta:
-        return [f"'{name}' is on the meta device: materialise it first (to_empty())"]
-    if local.layout != torch.strided:
-        return [f"'{name}' is a {local.layout} tensor: only strided tensors can be saved"]
-    of = held.experts
-    if of is not None and of.grouped and tensor.dim() and len(tensor) != of.count:
-        return [
-            f"'{name}' of shape {list(tensor.shape)} has no part for each of {of.count} experts: "
-            f"give every expert a separate parameter (layout 'indexed')"
-        ]
-    return []
-
-
 # ------------------------------------------------------------------------------ the model
 
 
@@ -212,16 +199,15 @@ def model_state(model: nn.Module) -> State:
     """The parameters and persistent buffers of a model; gathered weights are released first."""
     model = unwrapped(model)
     state = State(experts=_experts_of(model))
-    parameters = {id(parameter) for parameter in model.parameters()}
     live = model.state_dict(keep_vars=True)  # the registered objects; also reshards the weights
-    parameters |= {id(parameter) for parameter in model.parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
+    known = buffers | {id(parameter) for parameter in model.parameters()}
     seen: dict[int, Held] = {}
     for raw_name, value in live.items():
         name = clean(raw_name)
-        if raw_name.rpartition(".")[2] == _EXTRA:
+        if raw_name.rpartition(".")[2] == "_extra_state":
             state.extra_states[name] = value
-        elif not isinstance(value, Tensor) or id(value) not in parameters | buffers:
+        elif id(value) not in known:
             state.problems.append(
                 f"'{name}' of the state dict is a {type(value).__name__} that the model does not "
                 f"hold: a state-dict hook put it there"
@@ -246,20 +232,13 @@ def _experts_of(model: nn.Module) -> dict[str, Experts]:
     """The experts of a model's parameters, by name."""
     found: dict[str, Experts] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, GroupedLinear):
-            continue
-        prefix = clean(f"{path}.") if path else ""
-        order, block = None, 0
-        if isinstance(module, GateUpLinear):
-            order, block = f"{prefix}{_EXTRA}", module.gate_up_block
-        first, count, total = module.first_expert, module.num_experts, module.total_experts
-        for kind, layout in module.layouts.items():
-            name = f"{prefix}{kind}"
-            if layout == "grouped":
-                found[name] = Experts(name, first, count, total, True, order, block)
-            for index in range(count) if layout != "grouped" else ():
-                one = Experts(name, first + index, 1, total, False, order, block)
-                found[f"{name}{index}"] = one
+        if isinstance(module, GroupedLinear):
+            first, count, total = module.first_expert, module.num_experts, module.total_experts
+            for kind, layout in module.layouts.items():
+                name = clean(f"{path}.{kind}" if path else kind)
+                found[name] = Experts(name, first, count, total, True)
+                for index in range(count) if layout != "grouped" else ():
+                    found[f"{name}{index}"] = Experts(name, first + index, 1, total, False)
     return found
 
 
@@ -297,28 +276,34 @@ def optimizer_values(optimizer: Optimizer, state: State) -> OptimizerValues:
     ]
     parameters: dict[str, int] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    numbers: dict[Key, Any] = {}  # of experts one by one, which share them
     for index, parameter, name in state.named(optimizer):
-        parameters[state.stored_name(name)] = index
+        stored = state.stored_name(name)
+        parameters[stored] = index
         states = optimizer.state.get(parameter, {})
         sharded = isinstance(parameter, ShardedTensor) and parameter.cut.num_holders > 1
         for key, value in states.items():
+            what = f"'{key}' of the optimizer state of '{name}'"
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             # A save takes what is no DTensor from a single rank.
             pieces = sharded and any(t.numel() > 1 and not isinstance(t, DTensor) for t in tensors)
             if pieces or (tensors and not isinstance(value, Tensor)):
                 state.problems.append(
-                    f"'{key}' of the optimizer state of '{name}' is a {type(value).__name__} with "
-                    f"tensors that may be whole or pieces: keep each under a key, made like the "
-                    f"parameter (zeros_like)"
+                    f"{what} is a {type(value).__name__} with tensors that may be whole or pieces: "
+                    f"keep each under a key, made like the parameter (zeros_like)"
                 )
-            elif tensors:
+                continue
+            if tensors:
                 state.add(name, value, key, states)
             else:
-                scalars.setdefault(state.stored_name(name), {})[key] = value
-    try:
-        encode(scalars, "the optimizer's scalars")
-    except CheckpointError as error:
-        state.problems.append(str(error))
+                scalars.setdefault(stored, {})[key] = value
+            if name in state.experts and (not tensors or not value.dim()):
+                other = numbers.setdefault((stored, key), value)
+                if other is not value and other != value:
+                    state.problems.append(
+                        f"{what} is {value}, and {other} for another expert: train all experts of "
+                        f"a weight together, or save without an optimizer"
+                    )
     options = [_options(group) for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     return OptimizerValues(kind=kind, options=options, parameters=parameters, scalars=scalars)
@@ -327,7 +312,7 @@ def optimizer_values(optimizer: Optimizer, state: State) -> OptimizerValues:
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that JSON can hold. Objects are left out: a load keeps its own."""
     options = {}
-    for key in group.keys() - {"params"}:
+    for key in group.keys() - _NAMES:
         with suppress(CheckpointError):
             encode(group[key], key)
             options[key] = group[key]
@@ -335,27 +320,24 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerLoad:
-    """A load into an optimizer: ``compare`` finds all problems, ``write`` makes all changes.
-
-    Where the optimizer has no states yet, it gets those of the checkpoint, for the load of the
-    tensors to fill. ``undo`` removes them.
-    """
+    """A load into an optimizer. Making one finds all problems; ``write`` makes all changes."""
 
     def __init__(self, optimizer: Optimizer, state: State, manifest: Manifest) -> None:
         self.differences: list[str] = []  # from the optimizer that was saved
         self._optimizer, self._state, self._manifest = optimizer, state, manifest
-        self._before = {key for key, value in optimizer.state.items() if value}
         self._writes: list[Callable[[], object]] = []
-
-    def compare(self) -> None:
-        """Add what does not fit to the problems of the state, and plan the writes."""
-        optimizer, state, manifest = self._optimizer, self._state, self._manifest
         if manifest.optimizer is None:
             state.problems.append(
                 "it holds no optimizer state: load with optimizer=None, or save with one"
             )
             return
-        self._saved, self._kind = manifest.optimizer, type(optimizer).__name__
+        self._saved, kind = manifest.optimizer, type(optimizer)
+        if kind.__name__ != self._saved.kind:
+            self.differences.append(f"the optimizer was a {shown(self._saved.kind)}")
+        if self._saved.kind not in {one.__name__ for one in kind.__mro__}:
+            text = f"its optimizer is a {shown(self._saved.kind)}, and this one a {kind.__name__}"
+            state.problems.append(text)
+            return
         of_groups: dict[int, dict[int, None]] = {}  # rows of saved options, in order
         expected: set[str] = set(state.tied)
         for index, parameter, name in state.named(optimizer):
@@ -363,81 +345,52 @@ class OptimizerLoad:
             expected |= {stored, state.stored_name(name)}
             if (row := self._saved.parameters.get(stored)) is not None:
                 of_groups.setdefault(index, {})[row] = None
-            self._compare_states(optimizer.param_groups[index], parameter, name, stored)
+            self._load_states(optimizer.param_groups[index], parameter, name, stored)
         states = manifest.states.keys() | self._saved.scalars.keys()
         state.problems += [
             f"unexpected in it: optimizer state of '{name}'" for name in sorted(states - expected)
         ]
         for index, rows in of_groups.items():
-            self._compare_options(index, [self._saved.options[row] for row in rows])
-        if self._kind != self._saved.kind:
-            self.differences.append(f"the optimizer was a {shown(self._saved.kind)}")
+            self._load_options(index, [self._saved.options[row] for row in rows])
 
-    def _compare_states(
+    def _load_states(
         self, group: dict[str, Any], parameter: Tensor, name: str, stored: str
     ) -> None:
-        """Compare one parameter's states; create them if this optimizer has none yet."""
-        of, problems = self._state.experts.get(name), self._state.problems
-        tensors = self._manifest.states.get(stored, {})
-        if of is not None:
-            found = {key: entry.experts_among(of.first, of.count) for key, entry in tensors.items()}
-            if any(0 < count < of.count for count in found.values()):
-                problems.append(
-                    f"optimizer state of '{name}': only some of its experts have it in the "
-                    f"checkpoint: load into a module with a parameter for each (layout 'indexed')"
-                )
-                return
-            tensors = {key: entry for key, entry in tensors.items() if found[key]}
+        """Load one parameter's states: into the tensors that it has, or into new ones."""
+        of, tensors = self._state.experts.get(name), self._manifest.states.get(stored, {})
         scalars = self._saved.scalars.get(stored, {})
-        saved = {*tensors, *scalars}
-        states: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        same = self._saved.kind in {kind.__name__ for kind in type(self._optimizer).__mro__}
-        if states and not saved and same:
-            # The parameter had no state when it was saved, as in a new optimizer.
-            self._writes.append(partial(self._optimizer.state.__setitem__, parameter, {}))
-            return
-        if not states and saved and same:
-            eager = group.get("fused") or group.get("capturable")
-            for key, entry in sorted(tensors.items()):
-                at = parameter.device if key != "step" or eager else torch.device("cpu")
-                states = {**states, key: _new_state(parameter, key, entry, of, at)}
-            self._optimizer.state[parameter] = states = states | scalars
-        held = {
-            key: self._state.add(name, states[key], key, states)
-            for key in sorted(states)
-            if isinstance(states[key], Tensor)
-        }
-        here, others = {one.key[1] for one in held.values()}, states.keys() - held.keys()
-        if here != tensors.keys() or others != scalars.keys():
-            problems.append(
-                f"optimizer state of '{name}': {sorted(saved) or 'none'} from {self._saved.kind} "
-                f"in the checkpoint, {sorted(here | others) or 'none'} in this {self._kind}"
-            )
-            return
-        for key, value in scalars.items():
-            if not _replaces(value, states[key]):
-                what = f"'{key}' of the optimizer state of '{name}'"
-                problems.append(f"{what} is {shown(value)} in it, not as here")
-        if scalars:
-            self._writes.append(lambda: self._optimizer.state[parameter].update(scalars))
+        states: dict[str, Any] = {}
+        if tensors or scalars:  # else it had made no step
+            states |= self._optimizer.state.get(parameter, {})
+        live = {key: value for key, value in states.items() if isinstance(value, Tensor)}
+        held = {self._state.add(name, live[key], key, states).key[1] for key in live}
+        eager = group.get("fused") or group.get("capturable")
+        for key in sorted(tensors.keys() - held):
+            at = parameter.device if key != "step" or eager else torch.device("cpu")
+            states[key] = _new_state(parameter, key, tensors[key], of, at)
+            self._state.add(name, states[key], key, states)
+        if states or scalars or parameter in self._optimizer.state:
+            place = partial(self._optimizer.state.__setitem__, parameter, states | scalars)
+            self._writes.append(place)
 
-    def _compare_options(self, index: int, saved: list[dict[str, Any]]) -> None:
+    def _load_options(self, index: int, saved: list[dict[str, Any]]) -> None:
         """A group takes the options that all of its parameters were saved with."""
         group = self._optimizer.param_groups[index]
-        for key in sorted({key for options in saved for key in options} - _MACHINE_OPTIONS):
+        for key in sorted(
+            {key for options in saved for key in options} - _MACHINE_OPTIONS - _NAMES
+        ):
             values, current = [options[key] for options in saved if key in options], group.get(key)
             what = f"'{key}' of group {index} of the optimizer"
-            another = key == "function" and any(value != current for value in values)
-            if another or not all(_replaces(value, current) for value in values):
-                text = f"{what} is {shown(values[0])} in it, {shown(current)} here"
-                self._state.problems.append(text)
-            elif any(encode(value, key) != encode(values[0], key) for value in values):
+            several = any(encode(value, key) != encode(values[0], key) for value in values)
+            if key in _ALGORITHM:
+                if current is not None and (several or values[0] != current):
+                    text = f"{what} is {shown(values[0])} in it, {shown(current)} here"
+                    self._state.problems.append(text)
+            elif several:
                 self.differences.append(f"{what} was not loaded")
-                log.warning(
-                    "%s had several values when saved, and keeps its own: %s", what, current
-                )
+                log.warning("%s had several values when saved, and keeps %s", what, current)
             elif isinstance(current, Tensor):
-                new = torch.as_tensor(values[0], device="cpu").to(current)
+                new = torch.as_tensor(values[0], device="cpu").to(current).view(current.shape)
                 self._writes.append(partial(current.copy_, new))
             else:
                 self._writes.append(partial(group.__setitem__, key, values[0]))
@@ -448,11 +401,6 @@ class OptimizerLoad:
             write()
         self._optimizer.__setstate__({})  # as torch's load does: keeps AdamW's decay decoupled
 
-    def undo(self) -> None:
-        """Remove the states that were created."""
-        for key in self._optimizer.state.keys() - self._before:
-            del self._optimizer.state[key]
-
 
 def _new_state(
     parameter: Tensor, key: str, saved: Entry, of: Experts | None, device: torch.device
@@ -461,18 +409,6 @@ def _new_state(
     shape = saved.shape
     if shape == Held(("", ""), parameter, of).shape and (shape or key != "step"):
         return zero_state(parameter).to(saved.dtype)
-    if of is not None:
-        shape = (of.count, *shape[1:]) if of.grouped and shape[1:] else shape[1:]
+    if of is not None and shape:
+        shape = (of.count, *shape[1:]) if of.grouped else shape[1:]
     return torch.zeros(shape, dtype=saved.dtype, device=device)
-
-
-def _replaces(saved: Any, current: Any) -> bool:
-    """Whether a saved value can replace the current value: both are numbers, or texts, ..."""
-    if saved is None or current is None:
-        return True
-    kinds: list[Any] = [(bool, int, float, Tensor), (tuple, list), str, dict]
-    if not any(isinstance(saved, kind) and isinstance(current, kind) for kind in kinds):
-        return type(saved) is type(current)
-    if isinstance(current, tuple | list) and current:
-        return len(saved) == len(current) and all(map(_replaces, saved, current))
-    return not isinstance(saved, Tensor) or saved.shape in ((), torch.as_tensor(current).shape)

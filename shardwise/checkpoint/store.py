@@ -19,14 +19,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import saving
@@ -40,13 +39,12 @@ from shardwise.checkpoint.errors import (
 from shardwise.checkpoint.files import opened, rank_file
 from shardwise.checkpoint.loading import LoadReport, load
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.meeting import Meeting, temporary
+from shardwise.checkpoint.meeting import remove_temporary, temporary
 from shardwise.core import comm
 
 log = logging.getLogger(__name__)
 background = logging.getLogger(f"{__name__}.background")  # errors that `wait` raises too
 
-_TEMPORARY = re.compile(r".+\.tmp-\w+")
 NAME = re.compile(r"step-\d{6,}(-r\d+)?")
 _MAX_SAME_STEP = 100
 
@@ -77,7 +75,6 @@ class Store:
         self.keep, self.config, self.timeout = keep, config, timeout
         self._staging = saving.Staging()
         self._in_progress: Future[Path] | None = None
-        self._sequence: int | None = None
         self._begun = False  # whether there was a save; until then, no rank writes
         self._last: Path | None = None
         self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
@@ -99,27 +96,20 @@ class Store:
         if type(step) is not int or step < 0:
             raise ValueError(f"save(step={step!r}): a step is an integer of 0 or more")
         self.wait()
-        ranks = ranks_with_data()
-        name = f"step-{step:06d}"
+        ranks, name = ranks_with_data(), f"step-{step:06d}"
         revisions = (f"{name}-r{number}" for number in range(2, _MAX_SAME_STEP))
-        finals = [self.root / one for one in (name, *revisions)]
-
-        def take() -> saving.Snapshot:
-            if ranks.rank == 0 and not self._begun:
-                self.remove_leftovers()
-            self._begun = True
-            return saving.Snapshot(ranks, model, optimizer, extra, self.config)
-
-        meeting, snapshot = saving.begin(ranks, finals, self.timeout, take, step)
-        try:
-            staged = self._staging.copy(snapshot.tensors)
-        except BaseException as error:  # out of memory: the others must not wait for this rank
-            meeting.fail(error)
-            raise
+        save = saving.Save(
+            [self.root / one for one in (name, *revisions)],
+            self.timeout,
+            lambda: saving.Snapshot(ranks, model, optimizer, extra, self.config),
+            step=step,
+            clean=(lambda: None) if self._begun else self.remove_leftovers,
+        )
+        self._begun = True
+        save.stage(self._staging)
         self._in_progress = Future()
         # Not a daemon: a process that ends waits for its last checkpoint.
-        work = (self._in_progress, meeting, snapshot, staged, step)
-        threading.Thread(target=self._write, args=work, name=f"checkpoint-{step}").start()
+        threading.Thread(target=self._write, args=(save, self._in_progress)).start()
 
     def wait(self) -> Path | None:
         """Wait until no save is in progress; return the last checkpoint that this Store has saved.
@@ -149,33 +139,20 @@ class Store:
             if kind is None:
                 raise  # with an earlier error, that is raised, and the log has this one
 
-    def _write(
-        self,
-        result: Future[Path],
-        meeting: Meeting,
-        snapshot: saving.Snapshot,
-        staged: dict[str, Tensor],
-        step: int,
-    ) -> None:
+    def _write(self, save: saving.Save, result: Future[Path]) -> None:
         try:
-            path = saving.write_and_publish(
-                meeting, snapshot, staged, sequence=self._next_sequence, step=step
-            )
-            if meeting.rank == 0:
+            path = save.write(self._next_sequence)
+            if save.meeting.rank == 0:
                 self._remove_old()
                 self.remove_leftovers()
             result.set_result(path)
         except BaseException as error:
             # The next save() or wait() raises the error. Log it, in case neither is called.
-            background.exception("the checkpoint of step %d has failed", step)
+            background.exception("the checkpoint of step %d has failed", save.step)
             result.set_exception(error)
 
     def _next_sequence(self) -> int:
-        if self._sequence is None:
-            found = valid_checkpoints(self.root)
-            self._sequence = found[-1][1].sequence if found else 0
-        self._sequence += 1
-        return self._sequence
+        return max((saved.sequence for _, saved in valid_checkpoints(self.root)), default=0) + 1
 
     # ------------------------------------------------------------------ finding
 
@@ -196,7 +173,7 @@ class Store:
 
         Waits for a save in progress. Returns None for an empty folder (collective). If a checkpoint
         is damaged or does not fit, logs this and loads the next older checkpoint. If none fits,
-        raises what does not fit.
+        raises the first error, of one that does not fit if there is any.
 
         Args:
             path: the checkpoint to try first instead of the newest; it may be in another folder.
@@ -211,10 +188,8 @@ class Store:
         if path is not None:
             path = path.absolute()
             candidates = [path, *(other for other in candidates if other != path)]
-        if not or_older:
-            candidates = candidates[:1]
         errors: list[CheckpointError] = []
-        for candidate in candidates:
+        for candidate in candidates if or_older else candidates[:1]:
             try:
                 return candidate, load(candidate, model, optimizer, report=report)
             except (DamagedError, MismatchError) as error:
@@ -222,16 +197,9 @@ class Store:
                 errors.append(error)
                 if isinstance(error, DamagedError):
                     self._damaged.add(candidate)
-        if not errors:
-            return None
-        for one in errors:
-            if isinstance(one, MismatchError) or len(candidates) == 1:
-                raise one
-        names = ", ".join(candidate.name for candidate in candidates)
-        raise DamagedError(
-            f"no checkpoint in {self.root} is sound ({names}): {errors[-1]}. Begin a new run, or "
-            f"restore a copy of a checkpoint"
-        ) from errors[-1]
+        for one in sorted(errors, key=lambda error: isinstance(error, DamagedError)):
+            raise one
+        return None
 
     # ------------------------------------------------------------------ removing (rank 0)
 
@@ -250,12 +218,7 @@ class Store:
 
     def remove_leftovers(self) -> None:
         """Remove old checkpoints and unfinished saves. Rank 0 calls this, when no rank writes."""
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            if _TEMPORARY.fullmatch(path.name):
-                try:
-                    shutil.rmtree(path)
-                except OSError as error:
-                    log.warning("%s can't be removed, and stays for now: %s", path, error)
+        remove_temporary(self.root)
 
 
 def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
@@ -263,15 +226,13 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
     found = []
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if NAME.fullmatch(path.name) is None:
-            continue
-        try:
-            manifest = Manifest.read(path)
-            for rank, file in enumerate(manifest.files):
-                with opened(path / rank_file(rank), file.size):
-                    pass
-        except CheckpointError as error:
-            log.warning("%s is no valid checkpoint: %s", path, error)
-            continue
-        found.append((path, manifest))
+        if NAME.fullmatch(path.name):
+            try:
+                manifest = Manifest.read(path)
+                for rank, file in enumerate(manifest.files):
+                    with opened(path / rank_file(rank), file.size):
+                        pass
+                found.append((path, manifest))
+            except CheckpointError as error:
+                log.warning("%s is no valid checkpoint: %s", path, error)
     return sorted(found, key=lambda entry: (entry[1].sequence, entry[0].name))

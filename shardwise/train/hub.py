@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.values import parse_json
-from shardwise.models.exporting import export
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import config_from_hf, parameters_from_hf
 from shardwise.shard.state_dict import load_full_state_dict
 from shardwise.train.config import TrainConfig
+from shardwise.train.exporting import export
 from shardwise.train.tokenise import open_tokenizer
 from shardwise.train.tokens import TOKENIZER
 

@@ -39,14 +39,13 @@ from shardwise.checkpoint import (
     valid_checkpoints,
     verify,
 )
-from shardwise.models.exporting import export
+from shardwise.train.exporting import export
 from tests.models import fill, filled, mesh_of
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import trained
 
 MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
-FUZZ_ROUNDS = 500 if os.environ.get("SHARDWISE_NIGHTLY") else 60
 MEMORY = 400 << 20  # bytes that a reader of a forged checkpoint may take beyond those it has
 Body = dict[str, Any]
 
@@ -63,7 +62,7 @@ def seal(path: Path, change: Callable[[Body], object] = lambda body: None) -> No
     change(body)
     text = json.dumps(body)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    head = f'{{"format":"shardwise checkpoint 5","sha256":"{digest}","body":'
+    head = f'{{"format":"shardwise checkpoint 6","sha256":"{digest}","body":'
     (path / MANIFEST).write_text(f"{head}{text}}}")
 
 
@@ -211,33 +210,28 @@ def test_nothing_is_interpreted_before_every_sha256_was_compared(path: Path) -> 
     read.assert_not_called()
 
 
-@pytest.mark.parametrize("format", ["shardwise checkpoint 4", "shardwise checkpoint 6", None])
+@pytest.mark.parametrize("format", ["shardwise checkpoint 5", "shardwise checkpoint 7", None])
 def test_another_form_of_checkpoint_is_named(format: Any, path: Path) -> None:
     content = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(content | {"format": format}))
     assert_refused(path, MANIFEST)
-    with pytest.raises(DamagedError, match=r"checkpoint 5.*version"):
+    with pytest.raises(DamagedError, match=r"checkpoint 6.*version"):
         sw.load(path, *stepped())
 
 
-def test_what_is_no_checkpoint_is_told_apart(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"pass one of them, .*step-000002"):
-        sw.load(path.parent, nn.Linear(3, 4))
-    with pytest.raises(CheckpointError, match="no such directory"):
-        sw.load(tmp_path / "step-000009", nn.Linear(3, 4))
-    (tmp_path / "hub").mkdir()
-    for name in ("hub/model.safetensors", "pytorch_model.bin"):
-        (tmp_path / name).write_bytes(bytes(64))
-    for given in ("hub", "pytorch_model.bin"):  # nothing is wrong with them: what reads them is
+def test_what_is_no_checkpoint_is_no_damage(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(64))
+    for given in (path.parent, tmp_path / "nothing", tmp_path / "file"):
         with pytest.raises(CheckpointError, match=r"sw\.load_full_state_dict") as caught:
-            sw.load(tmp_path / given, nn.Linear(3, 4))
+            sw.load(given, nn.Linear(3, 4))
         assert not isinstance(caught.value, DamagedError)
 
 
 # ------------------------------------------------------------------------------ forged
 
 
-WEIGHT = "table", "tensors", 0  # ["float32", [4, 3], [[offsets, sizes, holders, runs]], keys]
+ALIKE = "table", "alike", 0  # [[dtype, shape, [[offsets, sizes, holders, runs]]], keys]
+WEIGHT = (*ALIKE, 0)
 TILE = (*WEIGHT, 2, 0)
 
 
@@ -257,8 +251,6 @@ FORGED: dict[str, Callable[[Body], object]] = {
     "shape": put(*WEIGHT, 1, [5, 3]),
     "a huge shape": put(*WEIGHT, 1, [1 << 40, 1 << 40]),
     "many dimensions": put(*WEIGHT, 1, [1] * 65),
-    "no shape": put(*WEIGHT, 1, "x"),
-    "dtype": put(*WEIGHT, 0, "int32"),
     "no dtype": put(*WEIGHT, 0, "load"),
     "a list for a dtype": put(*WEIGHT, 0, []),
     "too short": put(*TILE, 3, [[0, 11, 1]]),
@@ -266,41 +258,29 @@ FORGED: dict[str, Callable[[Body], object]] = {
     "two tiles in one place": add(*WEIGHT, 2, [[0, 0], [4, 3], 0, [[0, 12, 1]]]),
     "rows twice, rows never": put(*WEIGHT, 2, [[[0, 0], [2, 3], 0, [[0, 6, 1]]]] * 2),
     "two pieces of one rank": put(*TILE, 3, [[0, 6, 2]]),
+    "no length": put(*TILE, 3, [[0, 0, 1], [0, 12, 1]]),
     "many pieces": put(*TILE, 3, [[0, 1, 1 << 40]]),
     "outside": put(*TILE, 0, [1, 0]),
     "another holder": put(*TILE, 3, [[1, 12, 1]]),
     "other holders": put(*TILE, 2, -1),
     "another rank": put("table", "groups", 0, [1]),
-    "rank -1": put("table", "groups", 0, [-1]),
     "rank True": put("table", "groups", 0, [True]),
     "rank ../secret": put("table", "groups", 0, ["../secret"]),
-    "no run": put(*TILE, 3, [7]),
     "no tiles": put(*WEIGHT, 2, []),
     "no tensors": put("table", [1]),
-    "a tensor that is nowhere": add(
-        "table", "tensors", ["float32", [], [[[], [], 0, [[0, 1, 1]]]], [["ghost", ""]]]
-    ),
-    "a tensor that stands there twice": add(*WEIGHT, 3, ["weight", ""]),
-    "states of nobody": add(*WEIGHT, 3, ["ghost", "exp_avg"]),
-    "a number for a tensor": put(*WEIGHT, 7),
+    "a tensor that stands there twice": add(*ALIKE, 1, ["weight", ""]),
+    "no keys": put(*ALIKE, 1, []),
+    "states of nobody": add(*ALIKE, 1, ["ghost", "exp_avg"]),
     "a billion ranks": put("files", [[1, "x"]] * 3),
     "no files": put("files", []),
-    "a name for a size": put("files", 0, ["x", "x"]),
     "a negative size": put("files", 0, [-1, "x"]),
     "no optimizer, and states": put("optimizer", None),
-    "optimizer": put("optimizer", []),
     "an option outside of the table": put("optimizer", "parameters", "weight", 9),
     "options": put("optimizer", "options", [7]),
-    "parameters as an option": put("optimizer", "options", 0, "params", []),
-    "scalars": put("optimizer", "scalars", {"weight": 7}),
+    "scalars": put("optimizer", "scalars", {"weight": {"exp_avg": 1}}),
     "tied to a ghost": put("tied", {"x": "ghost"}),
-    "tied to itself": put("tied", {"x": "x"}),
-    "ties": put("tied", {"x": 7}),
-    "experts": put("experts", {"weight": 9}),
+    "experts": put("experts", ["ghost"]),
     "extra states": put("extra_states", []),
-    "an order of gate and up": put("extra_states", {"x": {"gate_up_block": "a"}}),
-    "versions": put("versions", {}),
-    "step": put("step", -1),
     "a step of another kind": put("step", "1"),
     "sequence": put("sequence", None),
     "placements": put("placements", [7]),
@@ -308,28 +288,30 @@ FORGED: dict[str, Callable[[Body], object]] = {
     "one more field": put("surprise", 1),
     "one field less": lambda body: body.pop("created"),
     "a tag": put("config", {"a": {"$": "eval", "v": "1"}}),
-    "an array of objects": put(
-        "config", {"a": {"$": "array", "dtype": "|O", "shape": [1], "v": "AAAAAAAAAAA="}}
-    ),
     "too few bytes": put(
         "config", {"a": {"$": "tensor", "dtype": "float32", "shape": [9], "v": "AAAA"}}
     ),
 }
+# Right by themselves: a model can't tell them from another model, the file of the rank can.
+AGAINST_THE_FILE: dict[str, Callable[[Body], object]] = {
+    "dtype": put(*WEIGHT, 0, "int32"),
+    "a tensor that is nowhere": add(
+        "table", "alike", [["float32", [], [[[], [], 0, [[0, 1, 1]]]]], [["ghost", ""]]]
+    ),
+}
 
 
-@pytest.mark.parametrize("change", FORGED)
+@pytest.mark.parametrize("change", [*FORGED, *AGAINST_THE_FILE])
 def test_a_forged_manifest_is_refused(change: str, path: Path) -> None:
-    seal(path, FORGED[change])
-    if change not in AGAINST_THE_FILE:
+    seal(path, (FORGED | AGAINST_THE_FILE)[change])
+    if change in FORGED:
         return assert_refused(path, MANIFEST)
-    # Right by itself: a model can't tell it from another model, the file of the rank can.
     assert_refused(path, "model.", MismatchError)
     assert FIRST in str(verify(path)) and not verify(path).ok
     with pytest.raises(DamagedError, match=FIRST):
         export(path, path.parent / "out")
 
 
-AGAINST_THE_FILE = ("dtype", "a tensor that is nowhere")
 HEADERS: dict[str, Callable[[Body], object]] = {
     "a piece is missing": lambda header: header.update(x=header.pop("model.weight")),
     "another dtype": put("model.weight", "dtype", "I32"),
@@ -347,6 +329,7 @@ HEADERS: dict[str, Callable[[Body], object]] = {
 VALUES: dict[str, Callable[[Body], object]] = {
     "no random states": lambda values: values.pop("random"),
     "extra": put("extra", 7),
+    "pieces": lambda values: values.pop("pieces"),
     "python": put("random", "python", {"$": "tuple", "v": [3, 7, None]}),
     "python's last": put("random", "python", "v", 2, "x"),
     "torch": put("random", "torch", 7),
@@ -359,9 +342,19 @@ VALUES: dict[str, Callable[[Body], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", [*HEADERS, *VALUES])
+RAW = {
+    "empty": b"",
+    "a huge header": (1 << 40).to_bytes(8, "little"),
+    "a header without an end": b"\xff" * 64,
+    "a list": b"\2" + b"\0" * 7 + b"[]",
+}
+
+
+@pytest.mark.parametrize("change", [*HEADERS, *VALUES, *RAW])
 def test_a_forged_file_of_a_rank_is_refused(change: str, path: Path) -> None:
-    if change in HEADERS:
+    if change in RAW:
+        (path / FIRST).write_bytes(RAW[change] + bytes(1000))
+    elif change in HEADERS:
         reheader(path, HEADERS[change])
     else:
         revalue(path, VALUES[change])
@@ -370,20 +363,9 @@ def test_a_forged_file_of_a_rank_is_refused(change: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"", b"\xff" * 64, (1 << 40).to_bytes(8, "little"), b"\2" + b"\0" * 7 + b"[]"],
-    ids=["empty", "a huge header", "a header without an end", "a list"],
-)
-def test_a_file_without_a_header_is_refused(data: bytes, path: Path) -> None:
-    (path / FIRST).write_bytes(data + bytes(1000))
-    seal(path)
-    assert_refused(path, FIRST)
-
-
-@pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "9" * 100_000, "\\ud800"],
-    ids=["empty", "open", "list", "deep", "deep objects", "digits", "surrogate"],
+    ["", "[]", "[" * 100_000 + "]" * 100_000, "9" * 100_000, "\\ud800"],
+    ids=["empty", "list", "deep", "digits", "surrogate"],
 )
 def test_text_that_is_no_manifest_is_refused(text: str, path: Path) -> None:
     (path / MANIFEST).write_text(text)
@@ -394,11 +376,11 @@ def test_text_that_is_no_manifest_is_refused(text: str, path: Path) -> None:
     "change",
     [
         put("optimizer", "options", 0, "lr", "fast"),
-        put("optimizer", "scalars", {"weight": {"exp_avg": 1}}),
+        put("optimizer", "kind", "Other"),
         put("extra_states", {"_extra_state": {"a": 1}}),
         put("dtypes", {"weight": "float16"}),
     ],
-    ids=["lr", "scalars", "extra states", "dtypes"],
+    ids=["lr", "kind", "extra states", "dtypes"],
 )
 def test_what_verify_passes_resume_loads_or_passes_over(
     change: Callable[[Body], object], path: Path
@@ -489,10 +471,12 @@ def fuzz(rank: int, world_size: int, path: str, rounds: int) -> dict[str, int]:
     return counts
 
 
-def test_no_forgery_gets_through_as_anything_but_a_named_error(path: Path) -> None:
-    """500 rounds at night: SHARDWISE_NIGHTLY=1."""
-    [counts] = run_ranks(fuzz, 1, str(path), FUZZ_ROUNDS)
-    assert counts["refused"] > FUZZ_ROUNDS // 3, "the mutations are wrong ones"
+def test_no_forgery_gets_through_as_anything_but_a_named_error(
+    path: Path, pytestconfig: pytest.Config
+) -> None:
+    rounds = 500 if pytestconfig.getoption("nightly") else 60
+    [counts] = run_ranks(fuzz, 1, str(path), rounds)
+    assert counts["refused"] > rounds // 3, "the mutations are wrong ones"
     assert counts["taken"] > 0, "and not all of them matter"
 
 
@@ -570,10 +554,39 @@ LATE: dict[str, Callable[[Path], object]] = {
     "a piece of rank 1": lambda path: reheader(
         path, lambda header: header.update(x=header.pop([*header][-1])), SECOND
     ),
-    "lr": lambda path: seal(path, put("optimizer", "options", 0, "lr", "fast")),
+    "kind": lambda path: seal(path, put("optimizer", "kind", "Other")),
     "refused by its module": lambda path: seal(path, put("extra_states", MEMORY_OF, "count", -1)),
     "fails in its module": lambda path: seal(path, put("extra_states", MEMORY_OF, 7)),
+    "disk": lambda path: None,
+    "memory": lambda path: None,
 }
+FAILS = {"disk": OSError(5, "Input/output error"), "memory": MemoryError("no more")}
+
+
+@contextmanager
+def failing_read(error: Exception | None) -> Iterator[None]:
+    """This rank's disk or memory fails, after every sha256 was right."""
+    original, count = loading.opened, 0
+
+    @contextmanager
+    def opened(*where: Any) -> Iterator[Any]:
+        with original(*where) as stream:
+            through = partial(read, stream)
+            yield SimpleNamespace(read=stream.read, seek=stream.seek, readinto=through)
+
+    def read(stream: Any, buffer: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 20 and error is not None:
+            raise error
+        return int(stream.readinto(buffer))
+
+    with mock.patch.object(loading, "opened", opened):
+        yield
+
+
+KINDS = dict.fromkeys(("values of rank 1", "a piece of rank 1", "disk"), "DamagedError")
+KINDS["memory"] = "CheckpointError"
 
 
 def make_late(honest: Path, folder: Path) -> None:
@@ -594,7 +607,8 @@ def refuse(
         net, stepper = remembering(strategy, optimizer, rank, world_size, seed=5)
     found, before = {}, bits(net, stepper)
     for damage in LATE:
-        with pytest.raises(CheckpointError) as caught:
+        fails = FAILS.get(damage) if rank == 1 else None
+        with failing_read(fails), pytest.raises(CheckpointError) as caught:
             sw.load(f"{folder}/{damage}", net, stepper)
         found[damage] = (
             type(caught.value).__name__,
@@ -616,41 +630,7 @@ def test_a_refused_load_changes_nothing_on_any_rank(
     assert first == second, "every rank raises the same"
     for name, (kind, text, unchanged) in first.items():
         assert unchanged, f"changed, and refused: {text}"
-        assert kind == ("MismatchError" if name == "lr" else "DamagedError")
-
-
-def load_in_vain(rank: int, world_size: int, path: str, when: str) -> str:
-    """One rank's disk or memory fails, after every sha256 was right."""
-    net, stepper = remembering("zero3", "adamw", rank, world_size, seed=5)
-    before, original, count = bits(net, stepper), loading.opened, 0
-
-    @contextmanager
-    def opened(*where: Any) -> Iterator[Any]:
-        with original(*where) as stream:
-            yield SimpleNamespace(
-                read=stream.read, seek=stream.seek, readinto=partial(read, stream)
-            )
-
-    def read(stream: Any, buffer: Any) -> int:
-        nonlocal count
-        count += 1
-        if rank == 1 and count == 20:
-            raise MemoryError("no more") if when == "memory" else OSError(5, "Input/output error")
-        return int(stream.readinto(buffer))
-
-    with (
-        mock.patch.object(loading, "opened", opened),
-        pytest.raises(CheckpointError) as caught,
-    ):
-        sw.load(path, net, stepper)
-    assert bits(net, stepper) == before
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("when", ["disk", "memory"])
-def test_a_rank_that_cannot_read_changes_nothing_on_the_others(when: str, saved: Path) -> None:
-    one, other = run_ranks(load_in_vain, 2, str(saved / "adamw"), when)
-    assert one == other and "rank 1" in one
+        assert kind == KINDS.get(name, "MismatchError")
 
 
 def save_two(rank: int, world_size: int, root: str) -> None:
@@ -707,23 +687,5 @@ def test_nothing_sound_is_an_error_and_nothing_at_all_is_none(root: Path, tmp_pa
     assert Store(tmp_path / "empty").resume(filled(0.5)) is None
     for step in (1, 2):
         flip(root / f"step-00000{step}" / FIRST)
-    with pytest.raises(DamagedError, match=r"no checkpoint in .* is sound"):
+    with pytest.raises(DamagedError, match="step-000002"):
         Store(root).resume(filled(0.5))
-
-
-def mismatch(rank: int, world_size: int, path: str) -> str:
-    """Rank 1 alone has another shape."""
-    torch.manual_seed(3)
-    net: Any = helpers.Net(width=10 if rank == 0 else 12)
-    net.remembering = Remembering()
-    stepper = helpers.one_group(net)
-    before = bits(net, stepper)
-    with pytest.raises(MismatchError) as caught:
-        sw.load(path, net, stepper)
-    assert bits(net, stepper) == before and not stepper.state
-    return str(caught.value)
-
-
-def test_a_shape_that_differs_on_one_rank_changes_nothing(saved: Path) -> None:
-    one, other = run_ranks(mismatch, 2, str(saved / "adamw"))
-    assert one == other and "rank 1" in one and "shape" in one

@@ -302,7 +302,7 @@ def test_another_optimizer_is_refused(sources: tuple[dict[str, str], dict[str, A
     for name in ("sgd", "muon"):
         net, stepper = trained("plain", name, 0, 1, seed=3)
         before = everything(net, stepper)
-        with pytest.raises(MismatchError, match=r"exp_avg.*AdamW.*momentum_buffer"):
+        with pytest.raises(MismatchError, match="AdamW"):
             sw.load(path, net, stepper)
         assert_equal(everything(net, stepper), before)
 

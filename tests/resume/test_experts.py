@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts are stored one by one: any layout, order of gate and up, and number of ranks reads any
-other, optimizer states included, bit for bit."""
+"""Experts are stored as one tensor: any layout and number of ranks reads any other, optimizer
+states included, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError, MismatchError, verify
-from shardwise.moe import GroupedMLP, convert_gate_up, swiglu
+from shardwise.moe import GroupedMLP, swiglu
 from tests.moe_models import EXPERTS, Way, batch, build, by_expert, optimizer_of
 from tests.ranks import run_ranks
 from tests.resume.test_anything import Counter
 
 WAYS = {
-    "plain": Way(),
-    "plain, one by one": Way(weights="indexed", biases="grouped", block=2),
-    "two ranks": Way(biases="indexed", block=4, ranks=2, strategy="zero3"),
-    "two ranks, ep 2": Way(weights="indexed", biases="indexed", ranks=2, ep=2, strategy="zero3"),
-    "four ranks, ep 2": Way(biases="indexed", block=1, ranks=4, ep=2, strategy="zero3"),
+    "plain": Way(block=2),
+    "plain, one by one": Way(weights="indexed", block=2),
+    "two ranks, biases one by one": Way(biases="indexed", block=2, ranks=2, strategy="zero3"),
+    "two ranks, ep 2": Way(weights="indexed", block=2, ranks=2, ep=2, strategy="zero3"),
+    "four ranks, ep 2": Way(block=2, ranks=4, ep=2, strategy="zero3"),
 }
 Values = dict[str, Tensor]
 
@@ -85,93 +85,64 @@ def test_any_way_of_holding_experts_reads_any_other(tmp_path: Path) -> None:
                     assert torch.equal(value, expected[name]), (way, name)
 
 
-def test_experts_and_extra_states_that_two_modules_share_come_back(tmp_path: Path) -> None:
-    def layers(shared: bool) -> nn.ModuleList:
-        first = GroupedMLP(3, 8, 4, activation=swiglu())
-        second = first if shared else GroupedMLP(3, 8, 4, activation=swiglu(), gate_up_block=2)
-        return nn.ModuleList([first, second])
+def mlp(block: int = 0, layout: Any = "grouped", experts: int = 3, **options: Any) -> GroupedMLP:
+    options |= {"gate_up_block": block, "weight_layout": layout}
+    return GroupedMLP(experts, 8, 4, activation=swiglu(), **options)
 
-    saved = layers(True)
-    sw.save(tmp_path / "one", saved, torch.optim.AdamW(saved.parameters()))
-    assert verify(tmp_path / "one").ok
-    for shared in (True, False):
-        other = layers(shared)
-        sw.load(tmp_path / "one", other, torch.optim.AdamW(other.parameters()))
-        for one in other:
-            order = one.fc1.gate_up_block
-            rows = convert_gate_up(saved[0].fc1.weight, 0, order, 1)
-            assert torch.equal(one.fc1.weight, rows) and one.fc1.weight.any()
-            assert torch.equal(one.fc2.weight, saved[0].fc2.weight)
-    twice = nn.ModuleList([nn.Linear(2, 2), *[Counter(3)] * 2])
-    sw.save(tmp_path / "twice", twice)
-    twice[1].count = 0
-    sw.load(tmp_path / "twice", twice)
-    assert twice[2].count == 3
-    other.register_parameter("borrowed", saved[0].fc2.weight)
-    sw.save(tmp_path / "borrowed", nn.ModuleList([*saved, other]))
+
+def test_modules_that_stand_there_twice_come_back(tmp_path: Path) -> None:
+    one, layer = mlp(), nn.Linear(2, 2)
+    twice = nn.ModuleList([one, one, layer, *[Counter(3)] * 2])
+    twice.register_parameter("borrowed", one.fc2.weight)
+    expected = {name: value.clone() for name, value in twice.named_parameters()}
+    sw.save(tmp_path / "one", twice, torch.optim.AdamW(twice.parameters()))
+    assert verify(tmp_path / "one").ok and len(expected) > 3
     with torch.no_grad():
-        saved[0].fc2.weight.zero_()
-    sw.load(tmp_path / "borrowed", nn.ModuleList([*saved, other]))
-    assert other.borrowed.any()
+        for value in twice.parameters():
+            value.zero_()
+    twice[3].count = 0
+    sw.load(tmp_path / "one", twice, torch.optim.AdamW(twice.parameters()))
+    assert all(torch.equal(value, expected[name]) for name, value in twice.named_parameters())
+    assert twice[4].count == 3
+    apart = nn.ModuleList([one, mlp(), layer, *[Counter(1)] * 2])
+    apart.register_parameter("borrowed", one.fc2.weight)
+    sw.load(tmp_path / "one", apart)
+    assert torch.equal(apart[1].fc1.weight, one.fc1.weight) and one.fc1.weight.any()
 
 
-def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_path: Path) -> None:
-    def mlp(experts: int = 3, block: int = 0) -> GroupedMLP:
-        return GroupedMLP(experts, 8, 4, activation=swiglu(), gate_up_block=block)
+def step(model: GroupedMLP, optimizer: Any) -> tuple[Any, Any]:
+    rows, ends = torch.randn(6, 8), torch.tensor([2, 4, 6], dtype=torch.int32)
+    model(rows, ends, torch.ones(6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
+
+def test_what_does_not_fit_other_experts_is_refused(tmp_path: Path) -> None:
     sw.save(tmp_path / "three", mlp())
-    with pytest.raises(MismatchError, match=r"'fc1\.weight' has shape \[3, 8, 8\] in it, \[4"):
-        sw.load(tmp_path / "three", mlp(4))
-    with pytest.raises(MismatchError, match=r"'fc2\.weight' has shape \[3, 8, 4\] in it, \[2"):
-        sw.load(tmp_path / "three", mlp(2))
-    silent = mlp()
-    silent.fc1.__class__ = type(silent.fc2)  # a linear that does not say in which order they stand
-    sw.save(tmp_path / "silent", silent)
-    with pytest.raises(MismatchError, match=r"missing from it: 'fc1\._extra_state'"):
-        sw.load(tmp_path / "silent", mlp(block=2))
-
-
-def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: Path) -> None:
-    def made(block: int = 0, layout: Any = "grouped", bias: bool = False) -> tuple[Any, Any]:
-        mlp = GroupedMLP(
-            2, 8, 4, activation=swiglu(), gate_up_block=block, weight_layout=layout, bias=bias
-        )
-        return mlp, torch.optim.Adafactor(mlp.parameters())
-
-    def step(mlp: Any, optimizer: Any) -> tuple[Any, Any]:
-        rows, ends = torch.randn(4, 8), torch.tensor([2, 4], dtype=torch.int32)
-        mlp(rows, ends, torch.ones(4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return mlp, optimizer
-
-    sw.save(tmp_path / "factored", *step(*made()))
-    sw.load(tmp_path / "factored", *made(layout="indexed"))
-    with pytest.raises(
-        MismatchError, match=r"fc1.weight.col_var' has not the shape of its parameter"
-    ):
-        sw.load(tmp_path / "factored", *made(block=2))
-    with pytest.raises(
-        CheckpointError, match=r"fc1.bias.col_var' of shape \[1, 8\] has no part for eac"
-    ):
-        sw.save(tmp_path / "biases", *step(*made(bias=True)))
-    mlp, _ = made(layout="indexed")
-    some = torch.optim.AdamW([p for n, p in mlp.named_parameters() if n != "fc2.weight1"])
-    sw.save(tmp_path / "some", *step(mlp, some))
-    whole, _ = made()
-    with pytest.raises(MismatchError, match=r"'fc2.weight': only some of its experts have it"):
-        sw.load(tmp_path / "some", whole, torch.optim.AdamW(whole.parameters()))
-    mlp, _ = made(layout="indexed")
-    late = torch.optim.AdamW(mlp.parameters())
+    for experts in (2, 4):
+        with pytest.raises(MismatchError, match=r"'fc1\.weight' has shape \[3, 8, 8\] in it"):
+            sw.load(tmp_path / "three", mlp(experts=experts))
+    for strict in (True, False):  # gate and up in another order, also where weights alone are read
+        other = mlp(block=2)
+        before = other.fc1.weight.clone()
+        with pytest.raises(MismatchError, match=r"gate_up_block=0"):
+            sw.load(tmp_path / "three", other, strict=strict)
+        assert torch.equal(other.fc1.weight, before)
+    made = mlp()
+    sw.save(tmp_path / "factored", *step(made, torch.optim.Adafactor(made.parameters())))
+    made = mlp(layout="indexed")
+    sw.load(tmp_path / "factored", made, torch.optim.Adafactor(made.parameters()))
+    made = mlp(bias=True)
+    with pytest.raises(CheckpointError, match=r"fc1.bias.col_var' .* has no part for each of 3"):
+        sw.save(tmp_path / "biases", *step(made, torch.optim.Adafactor(made.parameters())))
+    made = mlp(layout="indexed")
+    late = torch.optim.AdamW(made.parameters())
     for frozen in (True, False):
-        mlp.fc1.weight1.requires_grad_(not frozen)
-        step(mlp, late)
-    sw.save(tmp_path / "late", mlp, late)
-    again, _ = made(layout="indexed")
-    sw.load(tmp_path / "late", again, torch.optim.AdamW(again.parameters()))
-    whole, _ = made()
-    with pytest.raises(MismatchError, match=r"fc1.weight.step' of the experts .*\[1.0, 2.0\]"):
-        sw.load(tmp_path / "late", whole, torch.optim.AdamW(whole.parameters()))
+        made.fc1.weight1.requires_grad_(not frozen)
+        step(made, late)
+    with pytest.raises(CheckpointError, match=r"'step' of .* 'fc1.weight2' is 2.0|'fc1.weight1'"):
+        sw.save(tmp_path / "late", made, late)
 
 
 def load_whole(rank: int, world_size: int, way: Way, state: dict[str, Any]) -> Values:

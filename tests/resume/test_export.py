@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError
-from shardwise.models.exporting import export
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.train.exporting import export
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.resume.helpers import Net

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,12 +66,10 @@ def count_exchanges(rank: int, world_size: int, layers: int, path: str) -> dict[
     return dict(counts)
 
 
-@pytest.mark.parametrize("layers", [1, 5])
-def test_the_number_of_exchanges_does_not_depend_on_the_number_of_tensors(
-    layers: int, tmp_path: Path
-) -> None:
-    for counts in run_ranks(count_exchanges, 2, layers, str(tmp_path / "one")):
-        assert counts == {"save agree": 2, "load agree": 4, "load tell": 1}
+def test_the_number_of_exchanges_does_not_depend_on_the_number_of_tensors(tmp_path: Path) -> None:
+    for layers in (1, 5):
+        for counts in run_ranks(count_exchanges, 2, layers, str(tmp_path / f"{layers}")):
+            assert counts == {"save agree": 2, "load agree": 4, "load tell": 1}
 
 
 def bytes_to_write(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
@@ -143,9 +142,9 @@ def test_problems_of_a_model_are_named_at_once(tmp_path: Path) -> None:
     optimizer.state["calls"] = {"count": 3}
     with pytest.raises(CheckpointError) as caught:
         sw.save(tmp_path / "one", net, optimizer, {"lambda": print}, config={"of": object()})
-    for part in ("blocks.0.up.weight' is on the meta device", "blocks.0.up.bias'"):
+    for part in ("blocks.0.up.weight'", "blocks.0.up.bias'", "meta device", "[3] that the model"):
         assert part in str(caught.value)
-    for part in ("[3] that the model does not", "'calls'", "extra['lambda']", "config['of']"):
+    for part in ("'calls'", "extra['lambda']", "config['of']"):
         assert part in str(caught.value)
     assert not any(tmp_path.iterdir())
 
@@ -254,13 +253,6 @@ def test_the_manifest_says_what_made_it(tmp_path: Path) -> None:
     assert matrix["scale"] == "original" and matrix["lr"] == 0.02
     assert elementwise["lr"] == 1e-2 and {*manifest.optimizer.parameters.values()} == {0, 1}
     assert len(manifest.tensors) > 20 and manifest.num_bytes > 10_000
-    for boundary in run_ranks(placements_text, 2, str(tmp_path / "two")):
-        assert "compute=[S]" in boundary and "dp=2" in boundary
-
-
-def placements_text(rank: int, world_size: int, path: str) -> str:
-    sw.save(path, wrap(Net(), "zero3", world_size))
-    return " ".join(Manifest.read(Path(path)).placements)
 
 
 def again(value: Any) -> Any:
@@ -275,11 +267,13 @@ def test_values_come_back_as_they_were() -> None:
         "tuple": (1, (2, "x")),
         "keys": {30: 0.1, None: True},
         "tagged": {"$": "tuple", "v": [1]},
-        "bytes": b"\x00\xff",
         "empty": [(), {}, ""],
     }
     found = again(value)
     assert found == value and repr(found) == repr(value)
+    for wrong in (b"bytes", numpy.zeros(2), object(), {"deep": {1, 2}}):
+        with pytest.raises(CheckpointError):
+            again(wrong)
     state = again(generator.get_state())
     other = torch.Generator()
     other.set_state(state)
@@ -345,8 +339,12 @@ def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, 
     if way == "save":
         sw.save(path, net, optimizer, config={"batch": 12})
         return True, "", ""
-    if way == "grain":
-        net = wrap(Net(), "zero3", world_size, **helpers.by_grain(sw.TENSOR))
+    others = {
+        "grain": helpers.by_grain(sw.TENSOR),
+        "format": {"precision": sw.Precision(weights="bf16")},
+    }
+    if way in others:
+        net = wrap(Net(), "zero3", world_size, **others[way])
         optimizer = helpers.one_group(net)
     report = sw.LoadReport(config={"batch": 16 if way == "batch" else 12})
     sw.load(path, net, None if way == "weights" else optimizer, report=report)
@@ -363,6 +361,7 @@ def report_of(rank: int, world_size: int, folder: str, way: str) -> tuple[bool, 
         ("strategy", 2, "placements"),
         ("ranks", 3, "ranks: 2 then, 3 now"),
         ("grain", 2, "lay on other ranks"),
+        ("format", 2, "torch.bfloat16']"),
         ("batch", 2, "batch: 12 then, 16 now"),
         ("weights", 2, "the optimizer was not loaded"),
     ],
@@ -395,15 +394,11 @@ def test_every_other_difference_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert "the optimizer was a 'Adam'" == differences(torch.optim.AdamW(groups))
     assert "'lr' of group 0" in differences(torch.optim.Adam(net.parameters()))
     now, here = loading.versions(), loading.facts_of(net, 1)
-    for name in now:
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "versions", lambda name=name: now | {name: "0"})
-            assert differences().startswith(f"version of {name}: ")
-    for name in here:
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "facts_of", lambda *of, name=name: here | {name: "x"})
-            assert differences().startswith(f"{name}: ")
-    assert {"ranks", "device", "deterministic algorithms"} <= here.keys()
+    monkeypatch.setattr(loading, "versions", lambda: dict.fromkeys(now, "0"))
+    monkeypatch.setattr(loading, "facts_of", lambda *of: dict.fromkeys(here, "x"))
+    named = [one.split(":")[0] for one in differences().split("; ")]
+    assert named == [*here, *(f"version of {name}" for name in now)]
+    assert {"ranks", "device", "deterministic algorithms"} <= here.keys() and "torch" in now
 
 
 def test_a_part_of_a_model_takes_the_weights_that_fit(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _as_gpt(
 def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
     """The dtype that a parameter had before it was wrapped, or the stored dtype if unknown."""
     before = manifest.dtypes.get(name)
-    return dtype_of(before, name) if before else manifest.tensors[name, ""].dtype
+    return dtype_of(before) if before else manifest.tensors[name, ""].dtype
 
 
 class _Weights:
@@ -129,7 +129,8 @@ class _Weights:
         manifest, values = reader.manifest, reader.manifest.config or {}
         self._places: dict[str, tuple[str, int | None]] = {}  # stored name, number of the expert
         for name in sorted(name for name, state in manifest.tensors if not state):
-            for index in range(manifest.experts[name]) if name in manifest.experts else (None,):
+            count = manifest.tensors[name, ""].shape[0] if name in manifest.experts else None
+            for index in (None,) if count is None else range(count):
                 self._places[name if index is None else f"{name}{index}"] = name, index
         # Without lora_alpha in the config, parameters with these names are not LoRA's.
         rank = values.get("lora_rank") if "lora_alpha" in values else None
