@@ -6,6 +6,7 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
+{"kind": "receipt", "step": 2, "rows": {"all_gather over dp, bytes": [planned, found], ...}, ...}
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "gradients": ["blocks.3.wq.weight"]}
 {"kind": "resume", "step": 100, "path": ..., "text": what the load did}
                    path null: begun again, nothing was saved
@@ -201,6 +202,8 @@ def _lines_of(event: Event, steps: int) -> list[str]:
             bits = event.get("bits_per_byte")
             more = f"  {bits:.3f} bits/byte" if bits else ""
             return [f"{_place(step, steps)}  held out: loss {loss:.4f}{more}"]
+        case {"kind": "receipt", "differences": text}:
+            return [f"receipt  {text or 'sent and held what was planned, to the byte'}"]
         case {"kind": "save", "path": path, "stalled": stalled}:
             return [f"saved    {path} (training waited {stalled:.2f} s)"]
         case {"kind": "skip", "step": step, "grad_norm": norm, "gradients": names}:
