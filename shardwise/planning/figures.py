@@ -119,18 +119,16 @@ class Plan(Measured):
     ) -> dict[str, tuple[int, int]]:
         """The figures that :meth:`check` compares: (planned, found)."""
         rows: dict[str, tuple[int, int]] = {}
-        found = {(one.operation, one.axis): one for one in collectives_of(Counter(calls))}
-        planned: dict[tuple[str, str], list[Collective]] = {}
-        for one in self.collectives:
-            planned.setdefault((one.operation, one.axis), []).append(one)
-        for key in sorted(found.keys() | planned.keys()):
-            own, its = planned.get(key, []), [found[key]] if key in found else []
-            for field_name in ("count", "nbytes"):
-                if field_name == "nbytes" and any(one.even for one in own):
-                    continue  # these depend on the tokens
-                name = f"{key[0]} over {key[1]}, {'bytes' if field_name == 'nbytes' else 'calls'}"
-                sums = [sum(getattr(one, field_name) for one in side) for side in (own, its)]
-                rows[name] = sums[0], sums[1]
+        sides: dict[str, tuple[list[Collective], list[Collective]]] = {}
+        for side, done in enumerate((self.collectives, collectives_of(Counter(calls)))):
+            for one in done:
+                what = f"{one.operation} over {one.axis} ({one.size} ranks)"
+                sides.setdefault(what, ([], []))[side].append(one)
+        for what, (own, found) in sorted(sides.items()):
+            rows[f"{what}, calls"] = sum(one.count for one in own), sum(one.count for one in found)
+            if not any(one.even for one in own):  # their bytes depend on the tokens
+                sizes = [sum(one.nbytes for one in side) for side in (own, found)]
+                rows[f"{what}, bytes"] = sizes[0], sizes[1]
         if ledger is not None:
             rows["bytes of buffers at the peak"] = self.peak_total, ledger.peak_total
         return rows
