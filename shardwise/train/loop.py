@@ -16,8 +16,8 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -226,15 +226,8 @@ class Trainer:
 
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
-        parts, config, number = self.parts, self.config, self.step - self._first_step
-        if number == 1:
-            ledger.reset_peak()
-            if self.world.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-        with ExitStack() as watched:
-            calls = watched.enter_context(comm.record()) if number == 0 else []
-            if number == 0:
-                watched.enter_context(debug(parts.model))
+        parts, config = self.parts, self.config
+        with self._examined() as calls:
             losses = self._forward_backward()
             planned = len(calls)
             # If the norm is not finite, the step changes nothing, on all ranks.
@@ -242,13 +235,9 @@ class Trainer:
             figures = (losses, norm.reshape(1), self.experts.tally())
             read_figures = streams.read_later(torch.cat([figure.double() for figure in figures]))
             norms = parts.optimizer.last_norms
-            del calls[planned:]  # no plan has the norm
+            del calls[planned:]  # the norm is not planned
             parts.optimizer.step()
             self.experts.after_step(~torch.isfinite(norm))
-        if number == 0:
-            self._calls = calls
-        elif number == 1 and self.world.first:
-            self._receipt()
         parts.optimizer.zero_grad()
         rates = parts.scheduler.get_last_lr()  # of this step
         parts.scheduler.step()
@@ -261,16 +250,32 @@ class Trainer:
         # The host issues the next step to a GPU before it waits for this step.
         return self._conclude(guard, keep=1 if self.world.device.type == "cuda" else 0)
 
-    def _receipt(self) -> None:
-        """Log what the first step sent and the second held, beside the plan."""
-        rows: dict[str, tuple[int, int]] = self.plan.compared(self._calls, ledger)
-        text = "; ".join(self.plan.check(self._calls, ledger))
-        if self.world.device.type == "cuda":
-            planned, peak = self.plan.total, peak_memory(self.world.device)
-            rows["bytes of the device at the peak"] = planned, peak
-            if abs(peak - planned) > max(0.05 * planned, 64 << 20):
-                text += f"{'; ' * bool(text)}peak {size_text(peak)}, planned {size_text(planned)}"
-        self.events("receipt", step=self.step + 1, rows=rows, differences=text)
+    @contextmanager
+    def _examined(self) -> Iterator[list[comm.Call]]:
+        """Compare the ranks in the first step of this start, and the second step with the plan: its
+        collectives, and what it held. (The first also sends what is equal on all ranks from then
+        on.)"""
+        cuda = self.world.device.type == "cuda"
+        if self.step == self._first_step:
+            with debug(self.parts.model):
+                yield []
+            return
+        if self.step > self._first_step + 1:
+            yield []
+            return
+        ledger.reset_peak()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        with comm.record() as calls:
+            yield calls
+        if self.world.first:
+            rows, wrong = self.plan.compared(calls, ledger), self.plan.check(calls, ledger)
+            if cuda:
+                planned, peak = self.plan.total, peak_memory(self.world.device)
+                rows["bytes of the device at the peak"] = planned, peak
+                if abs(peak - planned) > max(0.05 * planned, 64 << 20):
+                    wrong.append(f"peak: {size_text(peak)}, planned {size_text(planned)}")
+            self.events("receipt", step=self.step + 1, rows=rows, differences="; ".join(wrong))
 
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
