@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def test_one_rank_is_the_process_itself_and_stops_when_it_is_asked_to(tmp_path: 
     name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
     process = fork_launcher("train", name, "--out", "run", "--nproc", "1", cwd=tmp_path)
     wait_until(lambda: steps_done(run) >= 3, process)
-    assert json.loads((run / ".lock").read_text())["pid"] == process.pid
+    assert (run / ".lock").read_text().startswith(f"pid {process.pid} ")
     os.kill(process.pid, signal.SIGTERM)
     code, out, err = process.finish()
     assert code == 0, err
