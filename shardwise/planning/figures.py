@@ -195,17 +195,20 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _bytes(plan: Plan) -> list[str]:
-    kinds = [*KINDS, *(kind for kind in plan.peak if kind not in KINDS)]
     moments = (plan.rest, plan.loaded, plan.peak)
-    held = [(KINDS.get(k, k), *(m.get(k, 0) for m in moments)) for k in kinds if k in plan.peak]
-    held += [(name, size, size, size) for name, size in (
-        ("optimizer state", plan.optimizer_bytes), ("workspaces of cuBLAS", plan.workspace),
-    ) if size]  # fmt: skip
-    sums = [sum(row[at] for row in held) for at in (1, 2)]  # type: ignore[misc]
+    kinds = [*KINDS, *(kind for kind in plan.peak if kind not in KINDS)]
+    held = {
+        KINDS.get(kind, kind): [moment.get(kind, 0) for moment in moments]
+        for kind in kinds
+        if kind in plan.peak
+    }
+    always = {"optimizer state": plan.optimizer_bytes, "workspaces of cuBLAS": plan.workspace}
+    held |= {name: [size] * 3 for name, size in always.items() if size}
+    sums = [sum(sizes[at] for sizes in held.values()) for at in (0, 1)]
     if plan.followed is not None:
-        held.append(("activations", 0, 0, plan.activations))
-    held.append(("together", *sums, plan.total))
-    rows = [(name, *map(size_text, sizes)) for name, *sizes in held]
+        held["activations"] = [0, 0, plan.activations]
+    held["together"] = [*sums, plan.total]
+    rows = [(name, *map(size_text, sizes)) for name, sizes in held.items()]
     return _table(
         "Bytes per rank",
         [("", "at rest", "after backward", "peak"), *rows],

@@ -168,8 +168,9 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter without values, of the shape that the layout sees."""
-    sharded = isinstance(parameter, ShardedTensor)
-    shape = parameter.cut.item_shape if sharded else parameter.shape
+    shape: Sequence[int] = parameter.shape
+    if isinstance(parameter, ShardedTensor):
+        shape = parameter.cut.item_shape
     empty = torch.empty(shape, dtype=parameter.dtype, device=META)
     stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     carry_attributes(parameter, stand_in)
