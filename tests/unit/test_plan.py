@@ -79,21 +79,6 @@ def facts(made: Any) -> dict[str, Any]:
     return {name: getattr(made, name) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
-        ({"bucket_mb": 0}, ["bucket_mb=0"]),
-        ({"reshard_after_forward": 2}, ["reshard_after_forward=2"]),
-        ({"wrap": []}, ["leave out bucket_mb, or wrap"]),
-    ],
-)
-def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match="plan: ") as caught:
-        plan(small(), {"dp": 2}, **{"placements": "zero1", "bucket_mb": 1} | options)
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
 def test_spread_experts_need_ranks_of_their_own() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, num_experts=4))
@@ -191,15 +176,6 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
         plan(model, {"dp": 3}, "zero3", grain="whole")
 
 
-def test_a_matrix_optimizer_takes_what_routing_says() -> None:
-    with torch.device("meta"):
-        model = Llama(16, 8, 32, 2, vocabulary=48)
-    sw.route(model, elementwise="blocks.1.wk.*")
-    made = plan(model, {"dp": 2}, optimizer="muon")
-    assert made.matrices is not None and made.matrices.num_matrices == 13
-    assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
-
-
 # ------------------------------------------------------------------------------ what is wrapped
 
 
@@ -238,6 +214,9 @@ def test_all_problems_are_named_at_once() -> None:
         plan(small(), {"dp": 2}, "hsdp", optimizer="sgd", device="tpu", microbatches=0)
     for wrong, message in (
         (lambda: plan(small(), {"dp": 0}), "dp=0"),
+        (lambda: plan(small(), {"dp": 2}, "zero3", bucket_mb=1), "fully_shard"),
+        (lambda: plan(small(), {"dp": 2}, "zero1", bucket_mb=0), "bucket_mb=0"),
+        (lambda: plan(small(), {"dp": 2}, "zero1", bucket_mb=1, wrap=[]), "leave out bucket_mb"),
         (lambda: plan(small(), {}), "no axes"),
         (lambda: plan(small(), 8), "name each axis"),
         (lambda: plan(small(), (2, 2, 2)), "name each axis"),
@@ -309,10 +288,8 @@ def test_405_billion_parameters_over_4096_ranks() -> None:
 
 
 def test_whether_it_fits_is_known_where_the_memory_is() -> None:
-    for memory, fits, words in ((1 << 20, True, "fits 1.00 MiB"), (9, False, "does not fit 9 B")):
-        made = plan(small(), {"dp": 2}, memory=memory)
-        assert made.fits is fits and str(made).startswith(words)
-    assert plan(small(), {"dp": 2}).fits is None
+    for memory, fits in ((1 << 20, True), (9, False), (None, None)):
+        assert plan(small(), {"dp": 2}, memory=memory).fits is fits
 
 
 def test_a_plan_reads_as_text() -> None:
@@ -343,16 +320,12 @@ def test_strips_are_to_scale_and_hold_every_row_once() -> None:
 
 def test_names_of_strategies_and_sizes() -> None:
     assert strategy_name(sw.hfsdp()) == "hfsdp"
-    r, p, s = sw.Replicate(), sw.Partial(), sw.Shard()
-    unnamed = sw.Placements(compute=[r, r], grad=[p, s], main=[s, s])
-    assert strategy_name(unnamed) == str(unnamed)
     assert parse_size("80GiB") == 80 << 30 and parse_size("1.5 MB") == 1_500_000
     assert parse_size(4096) == 4096 == parse_size("4096B")
     assert size_text(1536) == "1.50 KiB" and count_text(8_030_261_248) == "8.03B"
     for wrong in ("80 apples", "-4GiB", "", "GiB"):
         with pytest.raises(ValueError, match="no amount of memory"):
             parse_size(wrong)
-    assert str(Mesh.of({"dp_outer": 2, "dp": 4})) == "dp_outer=2 x dp=4"
     assert Mesh.of((2, 4)) == Mesh.of({"dp_outer": 2, "dp": 4}) and Mesh.of([4]).names == ("dp",)
 
 
