@@ -23,6 +23,7 @@ from shardwise.train.build import build_model, build_optimizer
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import named_precision
 from shardwise.train.logs import ExpertLoad
+from tests.comm.planning import state_bytes
 from tests.memory.helpers import Books
 from tests.models import mesh_of
 from tests.one_card import device_type, ranks_device
@@ -126,18 +127,12 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
         optimizer.zero_grad()
         peak, total = dict(sw.ledger.peak), sw.ledger.peak_total
     held = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sorted(peak.items())}
-    state = sum(
-        value.to_local().nbytes
-        for entry in optimizer.state.values()
-        for name, value in entry.items()
-        if name != "step"
-    )
     return {
         "rest": rest,
         "loaded": loaded,
         "peak": {kind: nbytes for kind, nbytes in held.items() if nbytes},
         "peak_total": total - sum(before.values()),
-        "state": state,
+        "state": state_bytes(optimizer),
         **phases,
     }
 
