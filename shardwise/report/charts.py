@@ -215,7 +215,7 @@ def run_charts(runs: Runs) -> Iterator[Chart]:
                 name = " ".join(filter(None, ("" if alone else run, what)))
                 data += line(name or title, [p[0] for p in points], [p[2] for p in points],
                              band=band, count=COLUMNS // len(runs), **style)  # fmt: skip
-        layout["showlegend"] = len(data) > 2 or not alone
+        layout["showlegend"] = len(fields) > 1 or not alone
         if title == "Gradient norm":
             layout["yaxis"]["type"] = "log"
             skips = [e["step"] for es in runs.values() if alone for e in events_of(es, "skip")]
@@ -240,6 +240,7 @@ def experts_chart(events: Sequence[Event]) -> Chart | None:
     }  # fmt: skip
     about = f"load over the even share (1.0) at step {event['step']:,.0f}"
     layout = axes("expert", "layer", hovermode="closest")
+    layout["xaxis"]["dtick"] = layout["yaxis"]["dtick"] = 1
     layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
     return Chart(title="Load of every expert", about=about, data=[heat], layout=layout)
 
