@@ -240,7 +240,8 @@ def experts_chart(events: Sequence[Event]) -> Chart | None:
     }  # fmt: skip
     about = f"load over the even share (1.0) at step {event['step']:,.0f}"
     layout = axes("expert", "layer", hovermode="closest")
-    layout["xaxis"]["dtick"] = layout["yaxis"]["dtick"] = 1
+    for axis, count in (("xaxis", len(share[0])), ("yaxis", len(share))):
+        layout[axis]["dtick"] = max(1, count // 16)
     layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
     return Chart(title="Load of every expert", about=about, data=[heat], layout=layout)
 
