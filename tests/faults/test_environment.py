@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import fsdp
 
 import shardwise
+from shardwise.integrations.fsdp2 import in_place_of_torch
 from shardwise.kernels import missing_compiler
 from shardwise.notices import warn_once
 from shardwise.train import build
@@ -102,6 +105,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = inside("data", "stdlib", "--out", "file/tokens", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: file"), done.stderr
+
+
+def test_modules_get_torchs_verb_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was imported inside the block."""
+    theirs, late = fsdp.fully_shard, ModuleType("late")
+    with in_place_of_torch():
+        exec("from torch.distributed.fsdp import fully_shard", vars(late))
+        monkeypatch.setitem(sys.modules, "late", late)
+        assert late.fully_shard is fsdp.fully_shard is not theirs
+    assert late.fully_shard is fsdp.fully_shard is theirs
 
 
 # ------------------------------------------------------------------------------ warnings

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,9 @@ from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling
 from shardwise.models.layers import (
     BLOCK,
     RMSNorm,
-    Rotary,
     document_blocks,
     documents_mask,
-    rotate,
-    stretch,
 )
-from shardwise.moe import MixtureOfExperts
 
 SMALL = GPTConfig(vocab_size=33, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, context=12)
 EXPERTS = replace(SMALL, num_experts=4, experts_per_token=2, expert_hidden_dim=16)
@@ -197,35 +192,6 @@ def test_loss_is_the_mean_over_scored_targets(config: GPTConfig) -> None:
     assert all(one.grad is not None and one.grad.abs().max() == 0 for one in model.parameters())
 
 
-def test_attention_depends_on_distance_and_not_on_position() -> None:
-    """The same query and key, moved along together, give the same score; apart, another."""
-    table = Rotary(SMALL).table(12, torch.device("cpu"), torch.float32)
-    q, k = torch.randn(8).expand(1, 12, 1, 8), torch.randn(8).expand(1, 12, 1, 8)
-    q, k = rotate(q, table)[0, :, 0], rotate(k, table)[0, :, 0]
-    scores = q @ k.T  # [12, 12]
-    for distance in range(1, 12):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert scores[:, 0].std() > 1e-2
-    # Channel i turns with channel i + width/2, not with its neighbour.
-    one = torch.zeros(1, 2, 1, 8)
-    one[..., 1] = 1.0
-    assert rotate(one, table[:, :2])[0, 1, 0].nonzero().flatten().tolist() == [1, 5]
-
-
-def test_long_waves_are_stretched_and_short_ones_are_not() -> None:
-    scaling = RopeScaling(factor=8.0, original_context=8192)
-    channels = torch.arange(0, 128, 2) / 128
-    frequencies = 500_000.0**-channels
-    stretched = stretch(frequencies, scaling)
-    waves = 2 * math.pi / frequencies
-    assert torch.equal(stretched[waves < 8192 / 4], frequencies[waves < 8192 / 4])
-    torch.testing.assert_close(stretched[waves > 8192], frequencies[waves > 8192] / 8)
-    between = (waves > 8192 / 4) & (waves < 8192)
-    assert between.any() and (stretched[between] < frequencies[between]).all()
-    assert (stretched.diff() < 0).all()
-
-
 @pytest.mark.parametrize("shape", [(3, 5, 16), (2, 3, 4, 8)])
 def test_norm_is_torchs_with_its_gradients(shape: tuple[int, ...]) -> None:
     norm = RMSNorm(shape[-1], eps=1e-3)
@@ -327,36 +293,7 @@ def test_a_step_without_values_has_the_right_shapes(config: GPTConfig) -> None:
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name
 
 
-@pytest.mark.parametrize("depth", [2, 32])
-def test_hidden_states_stay_one_size_whatever_the_depth(depth: int) -> None:
-    model = make(replace(SMALL, num_layers=depth, dim=64, vocab_size=257))
-    tokens, targets = words(model.config)
-    seen: list[float] = []
-    model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].std().item()))
-    loss = model(tokens, targets).item()
-    assert 0.1 < seen[0] < 1.5
-    assert abs(loss - math.log(257)) < 1.0
-
-
 # ----------------------------------------------------------------------------------------- experts
-
-
-def test_experts_are_the_obvious_sum() -> None:
-    """Every token through every expert, weighted by what the router gives its best two."""
-    layer = make(replace(EXPERTS, balance_coefficient=1.0)).blocks[0].feed_forward  # type: ignore[union-attr]
-    assert isinstance(layer, MixtureOfExperts)
-    hidden = torch.randn(2, 5, EXPERTS.dim)
-    found, routes = layer(hidden)
-    chances = F.linear(hidden, layer.router.weight).softmax(-1)
-    best, chosen = chances.topk(2, -1)
-    weights = torch.zeros_like(chances).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
-    gate, up = layer.experts.fc1.weight.chunk(2, 1)
-    inner = F.silu(torch.einsum("btc,efc->btef", hidden, gate))
-    inner = inner * torch.einsum("btc,efc->btef", hidden, up)
-    each = torch.einsum("btef,ecf->btec", inner, layer.experts.fc2.weight)
-    torch.testing.assert_close(found, (each * weights.unsqueeze(-1)).sum(2))
-    shares = torch.bincount(chosen.flatten(), minlength=4) / 20
-    torch.testing.assert_close(routes.loss, 4 * (shares * chances.mean((0, 1))).sum() - 1)
 
 
 @pytest.mark.parametrize("name", ["balance_coefficient", "z_coefficient"])
