@@ -66,8 +66,8 @@ LONG = (
 # nightly` all. A pattern that finds nothing is an error: a new name would leave the day unseen.
 BY_DAY: dict[str, tuple[str, ...]] = {
     "comm/test_plan.py": (
-        r"\[1-plain", "2-uneven", "4-recomputing", "born narrow", "parts", "half_the_bytes",
-        "zero0-2", "hsdp-4", "buckets_under",
+        r"\[1-plain", "2-uneven-zero3", "4-recomputing", "born narrow", "half_the_bytes",
+        "2-uneven-zero0", "4-single",
     ),
     "comm/test_plan_experts.py": ("zero1-2", "zero3-4", "hsdp", "every_way"),
     "faults/test_store_kill.py": ("before_any_call", "on_the_disk"),

@@ -28,15 +28,15 @@ def in_place_of_torch(**options: Any) -> Iterator[None]:
         return fully_shard(*args, **options | given)
 
     theirs = fsdp.fully_shard
-    holders = [
-        vars(module)
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get("fully_shard") is theirs
-    ]
     try:
-        for holder in holders:
-            holder["fully_shard"] = ours
+        _swap(theirs, ours)
         yield
     finally:
-        for holder in holders:
-            holder["fully_shard"] = theirs
+        _swap(ours, theirs)  # also where it was imported inside the block
+
+
+def _swap(one: Any, other: Any) -> None:
+    """Put ``other`` in the place of ``one`` in every module that has imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("fully_shard") is one:
+            vars(module)["fully_shard"] = other

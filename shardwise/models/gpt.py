@@ -21,10 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core import comm
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import (
     Call,
@@ -186,8 +184,6 @@ class GPT(nn.Module):
     :meth:`init_weights`, before or after sharding, give the same values for the same seed.
     """
 
-    sequence_parts = 1  # parts of a sequence, one for each rank of tensor parallelism
-    words_over: comm.Axis | None = None  # in a plan: the axis that cuts the head, a plain tensor
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
     softmax: Softmax | None = None  # compiled
     document_end: int | None = None  # attention begins anew after this token; None: never
@@ -270,19 +266,14 @@ class GPT(nn.Module):
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
         """
-        length = tokens.shape[1]
-        if length > self.config.context:
+        if (length := tokens.shape[1]) > self.config.context:
             raise ValueError(
                 f"{length} tokens do not fit GPTConfig(context={self.config.context}): shorten the "
                 f"sequences or raise context"
             )
-        if missing := -length % self.sequence_parts:
-            # Tokens do not influence earlier tokens, so zeros can fill the last part.
-            tokens = F.pad(tokens, (0, missing))
-            targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
         mask = documents_mask(tokens, self.document_end, always=self.softmax is not None)
-        hidden = self.embedding(tokens)  # [B, T, C], or a part of T: see sequence_parts
-        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)
+        hidden = self.embedding(tokens)  # [B, T, C]
+        rotary = self.rotary.table(length, hidden.device, hidden.dtype)
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
         for block in self.blocks:
@@ -297,16 +288,13 @@ class GPT(nn.Module):
         hidden = self.norm(hidden)
         head = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
-            logits = F.linear(hidden, head)  # [B, T, V]
-            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-            return logits[:, :length] if missing else logits
+            return F.linear(hidden, head)  # [B, T, V]
         loss = linear_cross_entropy(
             hidden,
             head,
             targets,
             z_coefficient=self.config.head_z_coefficient if self.training else 0.0,
             softmax=self.softmax,
-            words_over=self.words_over,
         )
         self.auxiliary = None
         if terms and self.training:

@@ -269,22 +269,3 @@ class GPTConfig:
 
 def _up_to_multiple(value: int, of: int) -> int:
     return -(-value // of) * of
-
-
-def tensor_parallel_problems(config: GPTConfig, tp: int) -> list[str]:
-    """The reasons why a model cannot be cut into ``tp`` parts."""
-    if tp == 1:
-        return []
-    problems = [
-        f"tp={tp} does not divide {name}={value}: choose a divisor"
-        for name, value in (
-            ("num_heads", config.num_heads),
-            ("kv_heads", config.kv_heads),
-            ("hidden_width", config.hidden_width),
-            ("context", config.context),
-        )
-        if value % tp
-    ]
-    if config.num_experts:
-        problems.append(f"tp={tp}: experts cannot be cut; spread them with ep, and set tp=1")
-    return problems

@@ -4,7 +4,6 @@
     qk_norm   num_experts   Hugging Face class
     False     0             LlamaForCausalLM
     True      0             Qwen3ForCausalLM
-    False     > 0           MixtralForCausalLM
     True      > 0           Qwen3MoeForCausalLM, or Dots1ForCausalLM with a shared expert
 
 Dots1ForCausalLM has the experts of DeepSeek-V3 (sigmoid scores, a bias that balances the load,
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,66 +34,54 @@ from shardwise.words import quoted
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
 }
-_THETA = {"mixtral": 1e6}  # the default of a config.json; 1e4 for other model types
-
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_INNER = {
+_BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
     "attention.wk.weight": "self_attn.k_proj.weight",
     "attention.wv.weight": "self_attn.v_proj.weight",
     "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+}
+_QK_NORMS = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+}
+_DENSE = {
     "feed_forward.gate.weight": "mlp.gate_proj.weight",
     "feed_forward.up.weight": "mlp.up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
-
-
-def _expert_names(block: str, gate: str, up: str, down: str) -> dict[str, list[str]]:
-    """The matrices in each tensor of a layer with experts; ``{}`` is the number of the expert."""
-    return {
-        "feed_forward.router.weight": [f"{block}.gate.weight"],
-        "feed_forward.experts.fc1.weight": [f"{block}.experts.{{}}.{n}.weight" for n in (gate, up)],
-        "feed_forward.experts.fc2.weight": [f"{block}.experts.{{}}.{down}.weight"],
-    }
-
-
-_EXPERTS = {
-    "qwen3_moe": _expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": _expert_names("block_sparse_moe", "w1", "w3", "w2"),
+_EXPERTS = {"feed_forward.router.weight": "mlp.gate.weight"}
+_SHARED = {
+    "feed_forward.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "feed_forward.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "feed_forward.shared.down.weight": "mlp.shared_experts.down_proj.weight",
 }
-_EXPERTS["dots1"] = _EXPERTS["qwen3_moe"] | {
-    "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
-    "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
-    "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
-    "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
-}
-_QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _FC1 = "feed_forward.experts.fc1."
+# The matrices of an expert in each stacked tensor.
+_STACKS = {
+    f"{_FC1}weight": ("gate_proj", "up_proj"),
+    "feed_forward.experts.fc2.weight": ("down_proj",),
+}
 # The tensor of all experts, or (in checkpoints) of the expert with the number at the end.
-_STACK = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-
+_STACKED = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
 
 # Options that each model type with experts supports with one value only.
 _SWIGLU = {"expert_activation": "swiglu", "expert_biases": False}
-_SOFTMAX = {"shared_hidden_dim": 0, "expert_score": "softmax", "bias_rate": 0.0}
-_SOFTMAX |= {"expert_groups": 1, "expert_scale": 1.0}
 _ONLY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": _SWIGLU | _SOFTMAX,
-    "mixtral": _SWIGLU | _SOFTMAX | {"num_dense_layers": 0, "normalise_scores": True},
-    "dots1": _SWIGLU | {"expert_score": "sigmoid"},
+    "qwen3_moe": _SWIGLU
+    | {"shared_hidden_dim": 0, "expert_score": "softmax", "bias_rate": 0.0}
+    | {"qk_norm": True, "expert_groups": 1, "expert_scale": 1.0},
+    "dots1": _SWIGLU | {"expert_score": "sigmoid", "qk_norm": True},
 }
 
 
@@ -101,9 +89,7 @@ def model_type(config: GPTConfig) -> str:
     """The Hugging Face model type that computes the same; raises if there is none."""
     if not config.num_experts:
         return "qwen3" if config.qk_norm else "llama"
-    kind = "qwen3_moe" if config.qk_norm else "mixtral"
-    if config.qk_norm and (config.shared_hidden_dim or config.expert_score == "sigmoid"):
-        kind = "dots1"
+    kind = "dots1" if config.shared_hidden_dim or config.expert_score == "sigmoid" else "qwen3_moe"
     problems = [
         f"{name}={getattr(config, name)!r}"
         for name, only in _ONLY[kind].items()
@@ -127,44 +113,54 @@ def model_type(config: GPTConfig) -> str:
 # ----------------------------------------------------------------------------------------- weights
 
 
-def hf_names(name: str, config: GPTConfig) -> list[str]:
-    """The Hugging Face names of one parameter: one name, or one for each matrix of its experts."""
-    if name in _OUTER:
-        return [_OUTER[name]]
-    match = _BLOCK.fullmatch(name)
-    names = {ours: [theirs] for ours, theirs in _INNER.items()}
-    names |= _EXPERTS.get(model_type(config), {})
-    inner = match[2] if match is not None else ""
-    stack = _STACK.fullmatch(inner)
-    if match is None or (stack[1] if stack else inner) not in names:
-        raise ValueError(f"{name!r} is no parameter of a GPT")
-    prefix = f"model.layers.{match[1]}."
-    if stack is None:
-        return [prefix + names[inner][0]]
-    experts = [int(stack[2])] if stack[2] else range(config.num_experts)
-    return [prefix + theirs.format(expert) for expert in experts for theirs in names[stack[1]]]
+@cache
+def hf_names(config: GPTConfig) -> dict[str, list[str]]:
+    """The Hugging Face names of each parameter of a GPT: one name, or one for each matrix of its
+    experts."""
+    shared = model_type(config) == "dots1"
+    names = {ours: [theirs] for ours, theirs in _OUTER.items()}
+    if config.tied:
+        del names["head.weight"]
+    for layer in range(config.num_layers):
+        mixed = config.has_experts(layer)
+        block = _BLOCK | (_QK_NORMS if config.qk_norm else {}) | (_EXPERTS if mixed else _DENSE)
+        block |= _SHARED if mixed and shared else {}
+        prefix = f"model.layers.{layer}."
+        names |= {f"blocks.{layer}.{own}": [prefix + theirs] for own, theirs in block.items()}
+        for own, matrices in _STACKS.items() if mixed else ():
+            names[f"blocks.{layer}.{own}"] = [
+                f"{prefix}mlp.experts.{expert}.{matrix}.weight"
+                for expert in range(config.num_experts)
+                for matrix in matrices
+            ]
+    return names
 
 
 def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor]:
-    """One whole parameter under its Hugging Face names. Large models are converted in this way."""
-    names, parts = hf_names(name, config), [tensor]
-    stack = _STACK.fullmatch(name)
+    """One whole parameter under its Hugging Face names, or one expert of a stack, whose number
+    follows the name. Large models are converted in this way."""
+    stack, parts = _STACKED.fullmatch(name), [tensor]
+    names = hf_names(config).get(stack[1] if stack else name)
+    if names is None:
+        raise ValueError(f"{name!r} is no parameter of this GPT")
     if stack is not None:
-        matrices = [tensor] if stack[2] else list(tensor.unbind())
-        count = len(names) // len(matrices)  # gate and up are stacked
+        count = len(names) // config.num_experts  # gate and up are stacked
+        if stack[2]:
+            names = names[count * int(stack[2]) :][:count]
+        matrices = [tensor] if stack[2] else tensor.unbind()
         parts = [part for matrix in matrices for part in matrix.chunk(count)]
     return dict(zip(names, parts, strict=True))
 
 
 def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
     """A full state dict of ``GPT(config)`` under Hugging Face names; the tensors are views."""
-    _check_names(state.keys(), _our_names(config), "a state dict of this GPT")
+    given = [name for name in state if not name.endswith("_extra_state")]  # read with its tensor
+    _check_names(given, hf_names(config), "a state dict of this GPT")
     converted: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name.endswith("_extra_state"):
-            continue  # the order of gate and up, which is read with its tensor
+    for name in given:
+        tensor = state[name]
         if _FC1 in name:
-            order = state[f"{name.partition(_FC1)[0]}{_FC1}_extra_state"]["gate_up_block"]
+            order = state[f"{name.removesuffix('weight')}_extra_state"]["gate_up_block"]
             tensor = convert_gate_up(tensor, order, 0, -2)
         converted |= hf_tensors(name, tensor, config)
     return converted
@@ -181,17 +177,15 @@ def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
 
 def parameters_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[dict[str, Any]]:
     """:func:`from_hf` one parameter at a time, for a ``state`` that reads tensors from files."""
-    ours = [name for name in _our_names(config) if not name.endswith("_extra_state")]
-    needed = {name: hf_names(name, config) for name in ours}
     # Old files contain the rotary frequencies, and some the tied head: both are not needed.
     given = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
     if config.tied:
         given = [name for name in given if name != "lm_head.weight"]
-    expected = {name for names in needed.values() for name in names}
+    expected = [name for names in hf_names(config).values() for name in names]
     _check_names(given, expected, f"weights of a {_ARCHITECTURES[model_type(config)]}")
-    for name, theirs in needed.items():
+    for name, theirs in hf_names(config).items():
         parts = [state[key] for key in theirs]
-        if _STACK.fullmatch(name) is None:
+        if _STACKED.fullmatch(name) is None:
             yield {name: parts[0]}
             continue
         count = len(parts) // config.num_experts
@@ -200,18 +194,6 @@ def parameters_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> Iterat
         if _FC1 in name:
             declare_gate_up(stacked, name.removesuffix("weight"), 0)
         yield stacked
-
-
-def _our_names(config: GPTConfig) -> list[str]:
-    dense = [name for name in _INNER if config.qk_norm or not name.endswith(_QK_NORMS)]
-    names = [name for name in _OUTER if not (config.tied and name == "head.weight")]
-    for layer in range(config.num_layers):
-        inner = dense
-        if config.has_experts(layer):
-            inner = [name for name in dense if not name.startswith("feed_forward.")]
-            inner = [*inner, *_EXPERTS[model_type(config)], f"{_FC1}_extra_state"]
-        names += [f"blocks.{layer}.{name}" for name in inner]
-    return names
 
 
 def _check_names(given: Any, expected: Any, what: str) -> None:
@@ -249,29 +231,32 @@ _FIELDS = (
     _Field("max_position_embeddings", "context"),
     _Field("num_key_value_heads", "num_kv_heads", "kv_heads", None),
     _Field("head_dim", "head_dim", "head_width", None),
-    _Field("intermediate_size", "hidden_dim", "hidden_width", None),
+    _Field("intermediate_size", "hidden_dim", "hidden_width"),
     _Field("rms_norm_eps", "norm_eps", default=1e-6),
     _Field("tie_word_embeddings", "tied", default=False),
 )
-_CHOICES = _Field("num_experts_per_tok", "experts_per_token")
-_WIDTH = _Field("moe_intermediate_size", "expert_hidden_dim", "expert_width")
-_NORMALISED = _Field("norm_topk_prob", "normalise_scores", default=False)
+_OF_EXPERTS = (
+    _Field("num_experts_per_tok", "experts_per_token"),
+    _Field("moe_intermediate_size", "expert_hidden_dim", "expert_width"),
+    _Field("norm_topk_prob", "normalise_scores", default=False),
+)
 _EXPERT_FIELDS = {
-    "qwen3_moe": (_Field("num_experts", "num_experts"), _CHOICES, _WIDTH, _NORMALISED),
+    "qwen3_moe": (_Field("num_experts", "num_experts"), *_OF_EXPERTS),
     "dots1": (
         _Field("n_routed_experts", "num_experts"),
-        *(_CHOICES, _WIDTH, _NORMALISED),
+        *_OF_EXPERTS,
         _Field("routed_scaling_factor", "expert_scale", default=1.0),
         _Field("n_group", "expert_groups", default=1),
         _Field("topk_group", "groups_per_token", default=1),
         _Field("first_k_dense_replace", "num_dense_layers", default=0),
     ),
-    "mixtral": (
-        _Field("num_local_experts", "num_experts"),
-        _CHOICES,
-        _Field("intermediate_size", "expert_hidden_dim", "expert_width"),
-        _Field("rms_norm_eps", "norm_eps", default=1e-5),
-    ),
+}
+# The key of llama3's stretch, and the argument of RopeScaling.
+_STRETCH = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context",
 }
 
 
@@ -284,21 +269,16 @@ def hf_config(
         dtype: dtype in which the weights are stored, as torch spells it.
         end_token: the token that ends a text; ``generate`` of transformers stops there.
     """
-    kind = model_type(config)
+    kind, scaling = model_type(config), config.rope_scaling
     if kind == "llama" and config.dim % config.num_heads:
         raise ValueError(
             f"dim={config.dim} is no multiple of num_heads={config.num_heads}, which "
             f"LlamaForCausalLM refuses: change one of them, or set qk_norm=True (Qwen3ForCausalLM)"
         )
     rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_frequency_factor,
-            "high_freq_factor": config.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_context,
-        }
+    if scaling is not None:
+        rope = {key: getattr(scaling, name) for key, name in _STRETCH.items()}
+        rope["rope_type"] = "llama3"
     fields = (*_FIELDS, *_EXPERT_FIELDS.get(kind, ()))
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
@@ -311,7 +291,7 @@ def hf_config(
         "torch_dtype": dtype,
         # transformers reads the first two keys before version 5, the third since then.
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_scaling": None if scaling is None else rope,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
     }
     if kind == "qwen3_moe":
@@ -319,9 +299,7 @@ def hf_config(
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     elif kind == "dots1":
         values["n_shared_experts"] = config.shared_hidden_dim // config.expert_width
-        values["layer_types"] = ["full_attention"] * config.num_layers
-    if kind in ("dots1", "mixtral"):
-        values["sliding_window"] = None
+        values |= {"layer_types": ["full_attention"] * config.num_layers, "sliding_window": None}
     if config.num_experts:
         # Our loss counts shares of choices, theirs tokens per expert: experts_per_token times more.
         values["router_aux_loss_coef"] = config.balance_coefficient / config.experts_per_token
@@ -339,25 +317,24 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
             f"model_type {kind!r} can't be a GPT: choose from {', '.join(_ARCHITECTURES)}, mistral"
         )
     experts = _EXPERT_FIELDS.get(kind, ())
-    if experts:  # num_experts, under the key of any model type
-        counts = (values.get(fields[0].theirs) for fields in _EXPERT_FIELDS.values())
+    if experts:  # transformers renames the key from version to version
+        counts = map(values.get, ("num_experts", "n_routed_experts", "num_local_experts"))
         values = {**values, experts[0].theirs: next(filter(None, counts), None)}
-    fields = {field.ours: field for field in (*_FIELDS, *experts)}
-    if not experts:
-        fields["hidden_dim"] = _Field("intermediate_size", "hidden_dim")
     arguments: dict[str, Any] = {}
     problems = []
-    for name, field in fields.items():
+    for field in (*_FIELDS, *experts):
         value = values.get(field.theirs)
-        arguments[name] = field.default if value is None else value
-        if arguments[name] is _NEEDED:
+        arguments[field.ours] = field.default if value is None else value
+        if arguments[field.ours] is _NEEDED:
             problems.append(f"{field.theirs} is missing")
-    problems += _unlike(values, kind)
     # The older key has precedence, as in transformers, because users add it by hand.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    scaling = _scaling(rope, problems)
+    problems += _unlike(values, kind, rope)
     if problems:
         raise ValueError(f"this {kind} configuration can't be a GPT: {'; '.join(problems)}")
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        stretch = {name: rope[key] for key, name in _STRETCH.items()}
+        arguments["rope_scaling"] = RopeScaling(**stretch)
     if experts:
         share = values.get("router_aux_loss_coef", 0.001)
         arguments["balance_coefficient"] = share * arguments["experts_per_token"]
@@ -366,60 +343,44 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     if kind == "dots1":
         width = (values.get("n_shared_experts") or 0) * arguments["expert_hidden_dim"]
         arguments |= {"expert_score": "sigmoid", "bias_rate": 0.001, "shared_hidden_dim": width}
-    return GPTConfig(
-        rope_theta=float(rope.get("rope_theta", values.get("rope_theta", _THETA.get(kind, 1e4)))),
-        rope_scaling=scaling,
-        qk_norm=kind in ("qwen3", "qwen3_moe", "dots1"),
-        **arguments,
-    )
+    theta = rope.get("rope_theta", values.get("rope_theta", 1e4))
+    return GPTConfig(rope_theta=float(theta), qk_norm=kind != "llama", **arguments)
 
 
-def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
+def _unlike(values: Mapping[str, Any], kind: str, rope: Mapping[str, Any]) -> list[str]:
     """Options that change the computation and that GPT does not have, as error messages."""
-    problems = []
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        problems.append(f"hidden_act is {values['hidden_act']!r}, a GPT has silu")
-    for key in ("attention_bias", "mlp_bias"):
-        if values.get(key):
-            problems.append(f"{key} is set, a GPT has no biases")
-    if values.get("quantization_config"):
-        problems.append("quantization_config is set: use the weights before quantization")
     window = values.get("sliding_window", 4096 if values.get("model_type") == "mistral" else None)
-    used = values.get("use_sliding_window", not kind.startswith("qwen3"))
-    if used and window is not None and window < (values.get("max_position_embeddings") or 0):
-        problems.append(
-            f"sliding_window={window} is less than the context; a GPT attends to the whole context"
-        )
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        problems.append(f"layer_types {values['layer_types']}: a GPT has full_attention everywhere")
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append("partial_rotary_factor is set, a GPT rotates whole heads")
-    if kind == "qwen3_moe":
-        dense = sorted(values.get("mlp_only_layers") or ())
-        if dense != list(range(len(dense))) or values.get("decoder_sparse_step", 1) != 1:
-            problems.append(
-                f"mlp_only_layers={dense}, decoder_sparse_step="
-                f"{values.get('decoder_sparse_step', 1)}: in a GPT only the first layers can be "
-                f"without experts"
-            )
-    return problems
+    used = values.get("use_sliding_window", not kind.startswith("qwen3")) and window is not None
+    dense = sorted(values.get("mlp_only_layers") or ())
+    rotates, every = rope.get("rope_type", rope.get("type", "default")), "decoder_sparse_step"
+    unlike = {
+        f"hidden_act is {values.get('hidden_act')!r}, a GPT has silu": (
+            values.get("hidden_act", "silu") not in ("silu", "swish")
+        ),
+        **{f"{key} is set, a GPT has no biases": values.get(key) for key in _BIASES},
+        "quantization_config is set: use the weights before quantization": (
+            values.get("quantization_config")
+        ),
+        f"sliding_window={window} is less than the context; a GPT attends to the whole context": (
+            used and window < (values.get("max_position_embeddings") or 0)
+        ),
+        f"layer_types {values.get('layer_types')}: a GPT has full_attention everywhere": (
+            set(values.get("layer_types") or ()) - {"full_attention"}
+        ),
+        "partial_rotary_factor is set, a GPT rotates whole heads": (
+            values.get("partial_rotary_factor", 1.0) != 1.0
+        ),
+        f"mlp_only_layers={dense}, {every}={values.get(every, 1)}: in a GPT only the first layers "
+        f"can be without experts": kind == "qwen3_moe"
+        and (dense != list(range(len(dense))) or values.get(every, 1) != 1),
+        f"rope type {rotates!r}: a GPT has 'default' and 'llama3'": (
+            rotates not in ("default", "llama3")
+        ),
+        f"rope type 'llama3' needs {', '.join(_STRETCH)}": (
+            rotates == "llama3" and not _STRETCH.keys() <= rope.keys()
+        ),
+    }
+    return [text for text, is_unlike in unlike.items() if is_unlike]
 
 
-def _scaling(rope: Mapping[str, Any], problems: list[str]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if kind != "llama3":
-        problems.append(f"rope type {kind!r}: a GPT has 'default' and 'llama3'")
-    elif any(key not in rope for key in keys):
-        problems.append(f"rope type 'llama3' needs {', '.join(keys)}")
-    else:
-        factor, low, high, context = (rope[key] for key in keys)
-        return RopeScaling(
-            factor=float(factor),
-            low_frequency_factor=float(low),
-            high_frequency_factor=float(high),
-            original_context=context,
-        )
-    return None
+_BIASES = ("attention_bias", "mlp_bias")

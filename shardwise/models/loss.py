@@ -8,42 +8,24 @@ The logits of a microbatch are its largest tensor: 16 x 2048 tokens and 50,000 w
 fp32, and their gradient has the same size. So rows are processed in chunks, and forward computes
 the gradients of each chunk while its logits exist: three products, as in the plain loss. Backward
 only scales these gradients. An evaluation (``torch.no_grad``) computes the logits alone.
-
-Under tensor parallelism the vocabulary is cut over ranks, and no rank has a whole row of V logits:
-
-    rank 0   logits of words 0 to 2     max, sum of exp, logit of the target or 0
-    rank 1   logits of words 3 to 5     max, sum of exp, logit of the target or 0
-             -> log(sum over ranks) - (target's logit); three numbers are sent per token
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
 
-from shardwise.core import comm
-from shardwise.core.mesh import Ranks
-from shardwise.core.placements import chunk_range
 from shardwise.precision.fp8_weight import Coded
 
 IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient
 
 Softmax = Callable[..., tuple[Tensor, Tensor | None]]  # see softmax_and_gradient
-
-
-class Words(NamedTuple):
-    """The words of this rank of an axis begin with number ``first``."""
-
-    first: int
-    axis: comm.Axis
 
 
 def linear_cross_entropy(
@@ -54,7 +36,6 @@ def linear_cross_entropy(
     z_coefficient: float = 0.0,
     chunk: int = CHUNK,
     softmax: Softmax | None = None,
-    words_over: comm.Axis | None = None,
 ) -> Tensor:
     """The mean cross-entropy of ``hidden @ head.T`` over scored targets, in fp32.
 
@@ -66,26 +47,11 @@ def linear_cross_entropy(
             logits from drifting.
         chunk: the largest number of logits at a time. Without ``softmax``, fewer logits are
             computed whole; the logits of a quantised head are always computed whole.
-        softmax: a compiled :func:`softmax_and_gradient`, for a whole vocabulary; or None.
-        words_over: in a plan: the axis that cuts the rows of ``head``, which is no DTensor.
-
-    If ``head`` is a DTensor, its rows are cut over the only axis of its mesh, and ``hidden`` is
-    replicated over this axis (collective).
+        softmax: a compiled :func:`softmax_and_gradient`, or None.
     """
-    width = head.shape[0]  # with ``tp`` that of the first rank: all ranks need as many chunks
-    if isinstance(head, DTensor):
-        [axis], [placement] = Ranks(head.device_mesh).axes, head.placements
-        assert placement.is_shard(0), f"the vocabulary is {placement}"
-        softmax = _of_words(chunk_range(width, [axis.size], [axis.rank])[0], axis)
-        width = chunk_range(width, [axis.size], [0])[1]
-        # Each rank computes the gradient of its own words.
-        assert isinstance(hidden, DTensor)
-        hidden, head = hidden.to_local(grad_placements=[Partial()]), head.to_local()
-    elif words_over is not None:
-        softmax = _of_words(0, words_over)
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
-    few = rows.shape[0] * width <= chunk and softmax is None
+    few = rows.shape[0] * head.shape[0] <= chunk and softmax is None
     if few or isinstance(head, Coded):  # a quantised head computes its own products
         logits = F.linear(rows, head).float()
         total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
@@ -93,7 +59,7 @@ def linear_cross_entropy(
             squares = logits.logsumexp(-1).square()
             total = total + z_coefficient * squares.where(answers != IGNORED, 0).sum()
         return total / scored
-    pieces = -(-rows.shape[0] * width // chunk)
+    pieces = -(-rows.shape[0] * head.shape[0] // chunk)
     size = -(-rows.shape[0] // pieces)
     step = softmax or softmax_and_gradient
     learns = torch.is_grad_enabled()  # a Function's forward does not see it
@@ -102,44 +68,24 @@ def linear_cross_entropy(
     )
 
 
-def _of_words(first: int, axis: comm.Axis) -> Softmax:
-    return partial(softmax_and_gradient, words=Words(first, axis))
-
-
 def softmax_and_gradient(
     logits: Tensor,
     targets: Tensor,
     scored: Tensor,
     z_coefficient: float,
     learns: bool = True,
-    words: Words | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of a chunk, divided by ``scored``, and its gradient for the logits, in their dtype
-    (``learns``). ``words``: the words of this rank, if a rank does not have all words (collective).
-    """
+    (``learns``)."""
     x = logits.float()  # [n, V]
     counts = (targets != IGNORED).unsqueeze(1)  # [n, 1]
-    if words is None:
-        index = targets.clamp(min=0).unsqueeze(1)
-        denominator = x.logsumexp(-1, keepdim=True)  # [n, 1], a logarithm
-        answered = x.gather(1, index)
-    else:
-        index = (targets - words.first).unsqueeze(1)
-        here = counts & (index >= 0) & (index < x.shape[1])
-        index = index.clamp(0, x.shape[1] - 1)
-        largest = x.amax(-1, keepdim=True)
-        comm.all_reduce(largest, words.axis, "max").wait()  # max may drop a NaN, the sum does not
-        mine = x.gather(1, index).where(here, 0)
-        sums = torch.stack(((x - largest).exp().sum(-1, keepdim=True), mine))
-        comm.all_reduce(sums.view(-1), words.axis).wait()
-        denominator, answered = sums[0].log() + largest, sums[1]
-    losses = denominator - answered + z_coefficient * denominator.square()
+    index = targets.clamp(min=0).unsqueeze(1)
+    denominator = x.logsumexp(-1, keepdim=True)  # [n, 1], a logarithm
+    losses = denominator - x.gather(1, index) + z_coefficient * denominator.square()
     loss = losses.where(counts, 0).sum() / scored
     if not learns:
         return loss, None
     answer = torch.arange(x.shape[1], device=x.device) == index  # [n, V]
-    if words is not None:
-        answer &= here
     chances = (x - denominator).exp() * (1 + 2 * z_coefficient * denominator)
     gradient = (chances - answer.float()) * (counts / scored)
     return loss, gradient.to(logits.dtype)

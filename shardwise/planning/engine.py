@@ -13,7 +13,7 @@ run. Forward is the model's own (a dry run), or a sketch that computes nothing (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,13 +31,16 @@ from shardwise.optim.muon import MuonSettings
 from shardwise.optim.optimizers import ShardedOptimizer
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.rules import group_of
+from shardwise.optim.storage import local_of
 from shardwise.planning.activations import Follower, following
-from shardwise.planning.planned import Measured, Options, Phase
+from shardwise.planning.planned import Measured, Options
 from shardwise.planning.units import META, ranks_at
 from shardwise.shard.group import Group
 from shardwise.shard.model import Model
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
+
+_NOT_COUNTED = ("step", "steps")  # numbers in an optimizer's state
 
 
 @dataclass(eq=False)
@@ -100,6 +103,16 @@ class Engine:
         names = {id(routed.parameter): routed.name for routed in trained}
         self.optimizer = ShardedOptimizer([group_of(settings, matrices)], names)
 
+    def _state_bytes(self) -> int:
+        """The bytes of optimizer state: those that the optimizer of the matrices has made, and two
+        tensors for all that AdamW updates."""
+        made = {} if self.optimizer is None else self.optimizer.state
+        held = [v for state in made.values() for k, v in state.items() if k not in _NOT_COUNTED]
+        if self.options.optimizer != "none":
+            rest = (r.parameter for r in self.routes if r.parameter.requires_grad)
+            held += [local_of(p) for p in rest if p not in made for _ in range(2)]
+        return sum(local_of(tensor).nbytes for tensor in held)
+
     # ------------------------------------------------------------------ a step
 
     def measure(self, forward: Callable[[], Tensor]) -> Measured:
@@ -111,42 +124,40 @@ class Engine:
         self.ledger.reset_peak()
         if self.follower is not None:
             self.follower.peak = self.follower.at_peak = 0
-        phases, loaded, exchanged = self._step(forward, count)
+        calls, loaded, exchanged = self._step(forward, count)
         return Measured(
             rest=rest,
             loaded=loaded,
             peak={kind: nbytes for kind, nbytes in sorted(self.ledger.peak.items()) if nbytes},
             peak_total=self.ledger.peak_total,
-            phases=phases,
+            calls=calls,
             exchanged=exchanged,
+            optimizer_bytes=self._state_bytes(),
             followed=None if self.follower is None else self.follower.peak,
             activations=0 if self.follower is None else self.follower.at_peak,
         )
 
     def _step(
         self, forward: Callable[[], Tensor], count: int
-    ) -> tuple[dict[Phase, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
+    ) -> tuple[Counter[comm.Call], dict[str, int], Counter[comm.Call]]:
         """All microbatches between the first and the last are equal: one of them runs, and counts
         as many times."""
-        phases: dict[Phase, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
+        total: Counter[comm.Call] = Counter()
         for number in range(count):
             for unit in self.units:
                 unit.last = number == count - 1
-            times = self.options.microbatches - 2 if 0 < number < count - 1 else 1
-            with self._followed():
-                with comm.record() as calls:
-                    loss = forward()
-                _add(phases["forward"], calls, times)
-                with comm.record() as calls:
-                    if loss.requires_grad:
-                        run_backward(loss)  # a recomputation uses the stand-ins of forward
-                _add(phases["backward"], calls, times)
+            with comm.record() as calls, self._followed():
+                loss = forward()
+                if loss.requires_grad:
+                    run_backward(loss)  # a recomputation uses the stand-ins of forward
                 del loss
+            times = self.options.microbatches - 2 if 0 < number < count - 1 else 1
+            for call, issued in Counter(calls).items():
+                total[call] += times * issued
         loaded = self.ledger.snapshot()
         with comm.record() as calls, self._followed():
             self._update()
-        exchanged = Counter(call for call in calls if self._exchanges(call))
-        return phases, loaded, exchanged
+        return total, loaded, Counter(call for call in calls if self._exchanges(call))
 
     def _exchanges(self, call: comm.Call) -> bool:
         """Whether the matrix optimizer issued the call: units use only the axes that shard main."""
@@ -169,8 +180,3 @@ class Engine:
                 group.main.wrote()
             for parameter in group.sharded:
                 parameter.grad = None
-
-
-def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> None:
-    for call, count in Counter(calls).items():
-        total[call] += times * count

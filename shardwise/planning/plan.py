@@ -17,39 +17,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardwise.core.layout import Layout
 from shardwise.core.memory import separate_ledger
 from shardwise.core.placements import Placements
-from shardwise.models.tensor_parallel import planned_tiles
+from shardwise.core.tensor import ShardedTensor
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
 from shardwise.planning.activations import Follower
 from shardwise.planning.engine import Engine
 from shardwise.planning.figures import Plan
 from shardwise.planning.forward import own_forward, sketch, traffic_of
-from shardwise.planning.orthogonalisation import (
-    by_rank,
-    heaviest,
-    momenta,
-    num_holders,
-    orthogonalisation,
-    summed,
-)
-from shardwise.planning.planned import (
-    OPTIMIZERS,
-    Mesh,
-    Options,
-    PlannedGroup,
-    PlannedUnit,
-    as_placements,
-)
+from shardwise.planning.matrices import heaviest, work_of
+from shardwise.planning.planned import Mesh, Options, PlannedUnit, Traffic, as_placements
 from shardwise.planning.units import modules_to_wrap, spread_over, wrapped_copy
 from shardwise.precision import Precision
 from shardwise.shard.checks import option_problems
-from shardwise.shard.group import Group
 from shardwise.shard.wrap import GrainChoice
 
 
@@ -83,9 +69,7 @@ def plan(
             If experts are spread over ranks, the model has one rank's share of the experts
             (``MixtureOfExperts.keep_share``): neighbours on the inner axis hold different shares.
         mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``;
-            or sizes alone, for axes with these names: ``(2, 4)``. With ``"tp": 2`` the plan is for
-            the tiles of one rank, and counts bytes sent over the data-parallel axes; the model is a
-            GPT, or was cut by ``parallelize_module``.
+            or sizes alone, for axes with these names: ``(2, 4)``. There is no plan of ``tp``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
         optimizer: "adamw", "none", or a matrix optimizer ("muon", "soap", ...) with AdamW for the
             other parameters.
@@ -107,31 +91,28 @@ def plan(
             starts from the sum of the outputs. Without both, a sketch of forward calls the units in
             the order of their registration.
     """
-    shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
-    tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
-    mesh, problems = Mesh.of(shape), option_problems("none", "caching", None, grain)
+    mesh, problems = Mesh.of(mesh_shape), option_problems("none", "caching", None, grain)
     if batch is not None:
         if len(batch) != 2 or min(batch) < 1:
             raise ValueError(f"plan: batch={batch}: give (sequences, tokens of each), 1 or more")
         inputs = tuple(torch.zeros(2, *batch, dtype=torch.int64, device="meta"))
         tokens = batch[0] * batch[1] if tokens is None else tokens
     if inputs is not None:
-        problems += _forward_problems(model, tp)
+        problems += _forward_problems(model)
     if rank is not None and not 0 <= rank < mesh.num_ranks:
         problems.append(f"rank {rank} of a mesh of {mesh.num_ranks}: choose one of them, from 0 on")
+    if any(_is_tile(parameter) for parameter in model.parameters()):
+        problems.append("parallelize_module cut its parameters; a plan knows no tp: plan before")
     if bucket_mb is not None and wrap is not None:
         problems.append("bucket_mb wraps the whole model: leave out bucket_mb, or wrap")
     if problems:
         raise ValueError(f"plan: {'; '.join(problems)}")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    model = planned_tiles(model, tp) if tp > 1 else model
     options = Options(
         mesh=mesh,
         placements=as_placements(placements),
         precision=precision or Precision(),
         microbatches=microbatches,
         ep=spread_over(model),
-        tp=tp,
         bucket_mb=bucket_mb,
         optimizer=optimizer,
         reshard_after_forward=reshard_after_forward,
@@ -149,28 +130,27 @@ def plan(
             engine.follower = Follower(copied, ledger)
             engine.follower.live += sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor))
             forward = partial(own_forward, copied, inputs)
-        measured = engine.measure(forward)
-        units, matrices = _units(engine), engine.matrix_groups
-        if tp == 1:
-            payloads = (len(u.names) * u.ep * g.layout.payload for u in units for g in u.groups)
-            num_parameters = sum(payloads)
-        else:  # the optimizer chooses how to orthogonalise tiles; this is not planned
-            matrices = []
+        matrices = engine.matrix_groups
         return Plan(
+            **vars(engine.measure(forward)),
             model=name or type(model).__name__,
-            num_parameters=num_parameters,
             options=options,
-            units=units,
-            optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-            matrices=orthogonalisation(matrices, mesh.num_ranks) if matrices else None,
+            units=_units(engine),
+            matrices=work_of(matrices, mesh.num_ranks) if matrices else None,
             divisions={
                 routed.name: division
                 for routed in engine.routes
                 if (division := division_of(routed.parameter)) is not None
             },
-            traffic=None if tokens is None else traffic_of(model, options, tokens),
-            **vars(measured),
+            traffic=Traffic() if tokens is None else traffic_of(model, options, tokens),
         )
+
+
+def _is_tile(parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism cut a parameter."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.tile is not None
+    return isinstance(parameter, DTensor)
 
 
 @contextmanager
@@ -186,7 +166,7 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _forward_problems(model: nn.Module, tp: int) -> list[str]:
+def _forward_problems(model: nn.Module) -> list[str]:
     """The reasons why the model's own forward cannot run."""
     problems = []
     parameters = list(model.parameters())
@@ -207,56 +187,12 @@ def _forward_problems(model: nn.Module, tp: int) -> list[str]:
 def _units(engine: Engine) -> tuple[PlannedUnit, ...]:
     """The units. Units with the same buffers are one entry, at the place of the first. A bucket
     with spread experts and other parameters is two entries."""
-    matrices = {id(r.parameter) for r in engine.routes if r.route.kind == "matrix"}
-    names: dict[tuple[tuple[int, PlannedGroup], ...], list[str]] = {}
+    names: dict[tuple[tuple[int, Layout], ...], list[str]] = {}
     for unit in engine.units:
-        groups = tuple((_spread(group), _planned_group(group, matrices)) for group in unit.groups)
-        names.setdefault(groups, []).append(unit.name)
+        groups = ((getattr(g.ranks.others, "size", 1), g.layout) for g in unit.groups)
+        names.setdefault(tuple(groups), []).append(unit.name)
     return tuple(
-        PlannedUnit(
-            names=tuple(alike), groups=tuple(group for own, group in groups if own == ep), ep=ep
-        )
-        for groups, alike in names.items()
-        for ep in sorted({own for own, _ in groups} or {1})
+        PlannedUnit(names=tuple(alike), layouts=tuple(one for o, one in found if o == ep), ep=ep)
+        for found, alike in names.items()
+        for ep in sorted({own for own, _ in found} or {1})
     )
-
-
-def _spread(group: Group) -> int:
-    """The number of ranks over which the experts of a group are spread; 1: not spread."""
-    return 1 if group.ranks.others is None else group.ranks.others.size
-
-
-def _planned_group(group: Group, matrices: set[int]) -> PlannedGroup:
-    dtype = str(group.codec.dtype).removeprefix("torch.")
-    return PlannedGroup(
-        layout=group.layout,
-        dtype=group.main.dtype,
-        stored="main" if group.aliased else group.format or dtype,
-        planes=() if group.whole is None else tuple(b.nbytes for b in group.whole.blocks),
-        matrices=tuple(id(parameter) in matrices for parameter in group.sharded),
-        trainable=group.trainable,
-    )
-
-
-def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
-    """Bytes of optimizer state on each rank. Where replicas divide the matrices, the state of a
-    matrix lies on one replica."""
-    states, ranks = OPTIMIZERS[options.optimizer], options.mesh.num_ranks
-    divided = [group for group in engine.matrix_groups if group.divides]
-    parts = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
-    parts += [by_rank(group.sharding, group.owned_bytes, ranks) for group in engine.matrix_groups]
-    counted_above = {ranks // num_holders(group.sharding) for group in divided}  # values of ep
-    for ep in sorted({unit.ep for unit in units if unit.groups}):
-        tensors = (0 if ep in counted_above else states[0], states[1])
-        by_shard = numpy.sum(
-            [
-                len(unit.names) * group.state_bytes(tensors)
-                for unit in units
-                for group in unit.groups
-                if unit.ep == ep
-            ],
-            axis=0,
-        )
-        shards = options.mesh.without(ep).shards(options.placements.main)
-        parts.append([int(by_shard[shard]) for shard in shards for _ in range(ep)])
-    return summed(parts)

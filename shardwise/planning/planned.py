@@ -8,11 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy
-import torch
-from numpy.typing import NDArray
 
 from shardwise.core.comm import Call
 from shardwise.core.layout import Layout
@@ -23,11 +20,7 @@ from shardwise.precision import Precision
 from shardwise.shard.checks import bucket_problems, forward_problems, mesh_problems
 from shardwise.words import bound_problems
 
-Phase = Literal["forward", "backward"]
-
-# Tensors of optimizer state per parameter, in main's dtype: (for a matrix, for any other). The
-# states of functions have other shapes, lie on the owners, and are counted there.
-OPTIMIZERS = dict.fromkeys(FUNCTIONS, (0, 2)) | {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
+OPTIMIZERS = ("adamw", "muon", *FUNCTIONS, "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +36,8 @@ class Mesh:
             shape = dict(zip(DATA_AXES[-len(shape) :], shape, strict=False))
         named = shape if isinstance(shape, Mapping) else {"mesh_shape": shape}
         wrong = [f"{n}={s!r}" for n, s in named.items() if not isinstance(s, int) or s < 1]
+        if "tp" in named:
+            raise ValueError("a plan knows no tensor parallelism: leave tp out of the mesh")
         if wrong or not isinstance(shape, Mapping) or not shape:
             raise ValueError(
                 f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis and give it 1 or more "
@@ -88,7 +83,6 @@ class Options:
     device: str
     memory: int | None
     ep: int = 1  # ranks of the inner axis over which experts are spread
-    tp: int = 1  # ranks of tensor parallelism, inside the mesh: each has its tile of the model
     bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
 
     def __post_init__(self) -> None:
@@ -104,14 +98,14 @@ class Options:
             problems.append(f"optimizer={self.optimizer!r}: choose from {', '.join(OPTIMIZERS)}")
         if self.device not in ("cpu", "cuda"):
             problems.append(f"device={self.device!r}: choose 'cuda' or 'cpu'")
-        problems += bound_problems(self, 1, "tp", "microbatches", "memory")
+        problems += bound_problems(self, 1, "microbatches", "memory")
+        inner, size = self.mesh.names[-1], self.mesh.sizes[-1] // self.ep
         if self.mesh.sizes[-1] % self.ep:
             problems.append(
                 f"experts are spread over ep={self.ep}, which does not divide the "
-                f"{self.mesh.sizes[-1]} ranks of axis '{self.mesh.names[-1]}': change one of them"
+                f"{self.mesh.sizes[-1]} ranks of axis '{inner}': change one of them"
             )
-        inner, spread = self.mesh.names[-1], f" with ep={self.ep}" if self.ep > 1 else ""
-        size = self.mesh.sizes[-1] // self.ep
+        spread = f" with ep={self.ep}" if self.ep > 1 else ""
         problems += forward_problems(
             self.reshard_after_forward, f"'{inner}'{spread}", size, self.placements
         )
@@ -120,36 +114,11 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedGroup:
-    """Parameters that share a buffer: their layout, and the bytes of the buffer."""
-
-    layout: Layout
-    dtype: torch.dtype  # of the main weight
-    stored: str  # the format or the dtype of the compute weight; "main": forward reads main itself
-    planes: tuple[int, ...]  # bytes of the gathered compute weights
-    matrices: tuple[bool, ...]  # per item: whether a matrix optimizer updates it
-    trainable: bool
-
-    def state_bytes(self, states: tuple[int, int]) -> NDArray[numpy.int64]:
-        """Bytes of optimizer state for each shard; padding has no state.
-
-        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
-        """
-        layout = self.layout
-        bounds = numpy.arange(layout.num_shards + 1) * layout.shard_size
-        per_shard = numpy.zeros(layout.num_shards, numpy.int64)
-        for index, matrix in enumerate(self.matrices if self.trainable else ()):
-            below = numpy.clip(bounds - layout.starts[index], 0, layout.items[index].numel)
-            per_shard += states[0 if matrix else 1] * self.dtype.itemsize * numpy.diff(below)
-        return per_shard
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedUnit:
-    """Wrapped modules with equal buffers."""
+    """Wrapped modules with equal buffers: the layout of each buffer."""
 
     names: tuple[str, ...]
-    groups: tuple[PlannedGroup, ...]
+    layouts: tuple[Layout, ...]
     ep: int = 1  # ranks over which its experts are spread; figures are for one share
 
     @property
@@ -157,6 +126,11 @@ class PlannedUnit:
         count = len(self.names)
         name = self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
         return name if self.ep == 1 else f"{name} (one of {self.ep} shares)"
+
+    @property
+    def copies(self) -> int:
+        """How often its buffers exist in the model, shares of experts included."""
+        return len(self.names) * self.ep
 
 
 @dataclass(frozen=True)
@@ -181,9 +155,29 @@ class Collective:
     even: bool = False  # whether the bytes assume even routing; the real bytes depend on tokens
 
 
+def collectives_of(calls: Mapping[Call, int], *, even: bool = False) -> list[Collective]:
+    """Calls with their numbers, summed by operation and axis."""
+    kinds: dict[tuple[str, str, int], list[tuple[Call, int]]] = {}
+    for call, count in calls.items():
+        kinds.setdefault((call.axis, call.operation, call.size), []).append((call, count))
+    return [
+        Collective(
+            operation=operation,
+            axis=axis,
+            size=size,
+            count=sum(count for _, count in alike),
+            nbytes=sum(call.nbytes * count for call, count in alike),
+            wire_bytes=sum(call.wire_bytes * count for call, count in alike),
+            received_bytes=sum(call.received_bytes * count for call, count in alike),
+            even=even,
+        )
+        for (axis, operation, size), alike in sorted(kinds.items())
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The bytes that one step held and sent.
+    """The bytes that one step of one rank held and sent.
 
     ``rest``, ``loaded`` and ``peak`` are bytes by the ledger's kinds: between steps, after the last
     backward, and the largest value of each kind within a step. ``peak_total`` is the largest sum of
@@ -194,17 +188,13 @@ class Measured:
     loaded: dict[str, int]
     peak: dict[str, int]
     peak_total: int
-    phases: dict[Phase, Counter[Call]] = field(repr=False)  # collectives by phase of the step
+    calls: Counter[Call] = field(repr=False)  # collectives of forward and backward
     exchanged: Counter[Call] = field(repr=False)  # collectives of the matrix optimizer
+    optimizer_bytes: int  # its state, which the other figures leave out
     # With a batch: the largest sum of these bytes and of activations at one moment, and the
     # activations in it.
     followed: int | None = None
     activations: int = 0
-
-    @property
-    def calls(self) -> Counter[Call]:
-        """The collectives of forward and of backward."""
-        return sum(self.phases.values(), Counter())
 
 
 def as_placements(value: Placements | str) -> Placements:

@@ -23,7 +23,8 @@ MAX_ROWS = 8
 
 def buffer_name(unit: PlannedUnit, number: int) -> str:
     """The name of a unit, and the number of the buffer if the unit has several."""
-    several = f", buffer {number + 1} of {len(unit.groups)}" if len(unit.groups) > 1 else ""
+    count = len(unit.layouts)
+    several = f", buffer {number + 1} of {count}" if count > 1 else ""
     return unit.name + several
 
 
@@ -60,8 +61,7 @@ def map_text(units: Sequence[PlannedUnit], options: Options, width: int = 72) ->
     margin = max(len(label) for labelled in rows.values() for _, label in labelled)
     lines = []
     for unit in units:
-        for number, group in enumerate(unit.groups):
-            layout = group.layout
+        for number, layout in enumerate(unit.layouts):
             share = 100 * layout.padding / layout.numel
             lines.append(
                 f"{buffer_name(unit, number)}: {len(layout.items)} parameters, "

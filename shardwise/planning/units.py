@@ -27,7 +27,7 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.planning.planned import Options
 from shardwise.planning.pretended import PretendedMesh
 from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.found import UNEVEN, Found, find_parameters, spread_linear
+from shardwise.shard.found import find_parameters, spread_linear
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, unit_of, units_of
 from shardwise.shard.parameter import carry_attributes
@@ -169,16 +169,12 @@ def _copied(model: nn.Module) -> tuple[nn.Module, Mapping[int, Any]]:
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter without values, of the shape that the layout sees."""
+    shape: Sequence[int] = parameter.shape
     if isinstance(parameter, ShardedTensor):
-        tile = parameter.cut.tile
-        shape, uneven = parameter.cut.item_shape, tile is not None and len(tile.shapes) > 1
-    else:
-        found = Found("", parameter, [])
-        shape, uneven = found.shape, found.uneven
+        shape = parameter.cut.item_shape
     empty = torch.empty(shape, dtype=parameter.dtype, device=META)
     stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     carry_attributes(parameter, stand_in)
-    setattr(stand_in, UNEVEN, uneven)
     return stand_in
 
 

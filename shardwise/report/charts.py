@@ -215,7 +215,7 @@ def run_charts(runs: Runs) -> Iterator[Chart]:
                 name = " ".join(filter(None, ("" if alone else run, what)))
                 data += line(name or title, [p[0] for p in points], [p[2] for p in points],
                              band=band, count=COLUMNS // len(runs), **style)  # fmt: skip
-        layout["showlegend"] = len(data) > 2 or not alone
+        layout["showlegend"] = len(fields) > 1 or not alone
         if title == "Gradient norm":
             layout["yaxis"]["type"] = "log"
             skips = [e["step"] for es in runs.values() if alone for e in events_of(es, "skip")]
@@ -240,6 +240,8 @@ def experts_chart(events: Sequence[Event]) -> Chart | None:
     }  # fmt: skip
     about = f"load over the even share (1.0) at step {event['step']:,.0f}"
     layout = axes("expert", "layer", hovermode="closest")
+    for axis, count in (("xaxis", len(share[0])), ("yaxis", len(share))):
+        layout[axis]["dtick"] = max(1, count // 16)
     layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
     return Chart(title="Load of every expert", about=about, data=[heat], layout=layout)
 
@@ -341,11 +343,6 @@ def moments(profile: Profile) -> list[tuple[float, dict[str, int]]]:
     return list(found.values()) if memory.get("changes") else []
 
 
-def fullest(profile: Profile) -> dict[str, int]:
-    """The bytes of each kind at the moment when the library's buffers held most."""
-    return max((held for _, held in moments(profile)), key=lambda held: sum(held.values()))
-
-
 def in_order(kinds: Iterable[str]) -> list[str]:
     present = set(kinds)
     return [kind for kind in KINDS if kind in present] + sorted(present - set(KINDS))
@@ -400,38 +397,26 @@ def planned_bar(plan: Mapping[str, Any]) -> dict[str, int]:
 
 
 def memory_bars(plan: Mapping[str, Any], profile: Profile, steps: Sequence[Event]) -> Chart | None:
-    """Memory that was planned, held and measured; None if fewer than two of these are known."""
+    """The memory that was planned and measured, one bar each; None if only one is known."""
     measured = max((m for e in steps if (m := number(e.get("memory"))) is not None), default=0)
-    rows: dict[str, dict[str, int]] = {}
-    notes = []
-    if plan:
-        rows["the plan"] = planned_bar(plan)
-        known = plan.get("activations") is not None
-        notes.append("the plan: " + ("with activations" if known else "without activations"))
-    if profile and moments(profile):
-        rows["buffers"] = fullest(profile)
-        notes.append("buffers: the library's own in the recorded step, without optimizer state")
-    if measured:
-        rows["measured"] = {"measured": int(measured)}
-        device = profile.get("clock") == "device"
-        whole = "the GPU's allocator" if device else "the whole process, Python and torch too"
-        notes.append(f"measured: the peak of {whole}")
-    if len(rows) < 2:
+    if not plan or not measured:
         return None
-    most = float(max(sum(bar.values()) for bar in rows.values()))
-    per, size = byte_unit(most)
+    rows = {"the plan": planned_bar(plan), "measured": {"measured": int(measured)}}
+    on_device = profile.get("clock") == "device"
+    whole = "the GPU's allocator" if on_device else "the whole process, Python and torch too"
+    planned = "with" if plan.get("activations") is not None else "without"
+    per, size = byte_unit(float(max(sum(bar.values()) for bar in rows.values())))
     data = []
-    for kind in in_order(kind for bar in rows.values() for kind in bar):
-        words, colour = KINDS.get(kind, (kind, GREY))
-        boxes = []
-        for name, bar in rows.items():
-            if nbytes := bar.get(kind, 0):
-                order = in_order(bar)
-                begin = sum(bar[other] for other in order[: order.index(kind)])
+    for row, bar in rows.items():
+        begin = 0
+        for kind in in_order(bar):
+            if nbytes := bar[kind]:
+                words, colour = KINDS[kind]
                 tip = f"{words}: {size_text(nbytes)}"
-                boxes.append((name, begin / per, nbytes / per, tip, size_text(nbytes)))
-        if boxes:
-            data.append(bars(words, boxes, color=colour))
+                box = (row, begin / per, nbytes / per, tip, size_text(nbytes))
+                data.append(bars(words, [box], color=colour))
+                begin += nbytes
     totals = ", ".join(f"{name} {size_text(sum(bar.values()))}" for name, bar in rows.items())
+    note = f"the plan: {planned} activations; measured: the peak of {whole}."
     return Chart(title="Memory of one rank", about=totals, data=data, layout=rows_layout(size),
-                 height=120 + 52 * len(rows), wide=True, note="; ".join(notes) + ".")  # fmt: skip
+                 height=224, wide=True, note=note)  # fmt: skip

@@ -56,6 +56,7 @@ def report_html(events: Sequence[Event], name: str) -> str:
         _text("A sample", last(events, "sample").get("text"), True),
         _settings(run),
         _happenings(events),
+        _receipt(last(events, "receipt")),
         _text("The plan of a step", text),
         *(_table(title, values, fold=True) for title, values in tables.items()),
     ]
@@ -196,6 +197,14 @@ def _settings(run: Event) -> str:
     title = "Settings that are not the default" if defaults else "Settings"
     shown = _table(title, changed, fold=not defaults)
     return shown + (_table("All settings", config, fold=True) if defaults else "")
+
+
+def _receipt(event: Event) -> str:
+    """What the plan said and what a step did."""
+    rows = [(what, *(f"{n:,}" for n in both)) for what, both in (event.get("rows") or {}).items()]
+    head = "<th></th><th>planned</th><th>found</th>"
+    right = "as planned" if not event.get("differences") else "not as planned"
+    return _lines(f"The receipt of the first steps: {right}", rows, head, fold=True)
 
 
 def _happenings(events: Iterable[Event]) -> str:

@@ -16,9 +16,6 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.shard.module import unit_of
 from shardwise.shard.parameter import carry_attributes
 
-# An attribute of parameters in a plan: whether ranks of tensor parallelism hold different shapes.
-UNEVEN = "_shardwise_uneven"
-
 
 @dataclass(eq=False)
 class Found:
@@ -50,7 +47,7 @@ class Found:
         """Whether ranks of tensor parallelism hold tiles of different shapes."""
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
-            return getattr(parameter, UNEVEN, False)
+            return False
         parts: dict[int, int] = {}  # by dimension: the number of parts that it is cut into
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             if isinstance(placement, Shard):

@@ -90,11 +90,6 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch_name() -> str | None:
-    """The name of this launch, the same after restarts of its ranks; None without torch's agent."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
 def check_gpus() -> None:
     """Raise if the machine has a GPU that torch cannot use: nobody wants CPU ranks there."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -130,7 +125,7 @@ def join(timeout: float) -> World:
 def end_with_launcher() -> None:
     """Make the kernel send SIGTERM (save and end) to this rank when its launcher dies, for any
     reason. Linux only; not for ranks started by hand, perhaps from a shell that ends before."""
-    if launch_name() is not None and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -6,6 +6,7 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100", "stalled": 0.2}
                    the checkpoint is on the disk; training waited for ``stalled`` seconds
+{"kind": "receipt", "step": 2, "rows": {"all_gather over dp, bytes": [planned, found], ...}, ...}
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "gradients": ["blocks.3.wq.weight"]}
 {"kind": "resume", "step": 100, "path": ..., "text": what the load did}
                    path null: begun again, nothing was saved
@@ -16,14 +17,12 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import math
 import os
 import re
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -129,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------ the console
 
-LINES = 30  # lines of steps for a whole run, about; a terminal shows every step in one line
+LINES = 30  # lines of steps for a whole run, about
 
 
 class Console:
@@ -137,39 +136,29 @@ class Console:
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
         self.steps, self.stream = steps, stream or sys.stdout
-        self.every = max(1, steps // LINES)
         self._began: tuple[int, float] | None = None  # the step before the first, and its end
-        self._open = False  # whether the last line is that of a step, which the next one replaces
 
     def log(self, event: Event) -> None:
-        if event["kind"] == "step":
-            self._step(event)
-        elif lines := _lines_of(event, self.steps):
-            self.close()
-            self.stream.write("".join(f"{line}\n" for line in lines))
-            self.stream.flush()
+        lines = self._step(event) if event["kind"] == "step" else _lines_of(event, self.steps)
+        self.stream.write("".join(f"{line}\n" for line in lines))
+        self.stream.flush()
 
     def __str__(self) -> str:
         return "the console"
 
     def close(self) -> None:
-        if self._open:
-            self.stream.write("\n")
-        self._open = False
+        pass
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: Event) -> list[str]:
         step = event["step"]
         if self._began is None:
             self._began = step - 1, time.monotonic() - event["seconds"]
+        if step % max(1, self.steps // LINES) and step not in (1, self.steps):
+            return []
         first, began = self._began
         left = int((time.monotonic() - began) / (step - first) * (self.steps - step))
-        line = f"{_place(step, self.steps)}  {_figures(event)}  {left // 60}:{left % 60:02d} left"
-        self._open = self.stream.isatty()
-        if self._open:
-            self.stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-        elif step % self.every == 0 or step in (1, self.steps):
-            self.stream.write(line + "\n")
-        self.stream.flush()
+        place = _place(step, self.steps)
+        return [f"{place}  {_figures(event)}  {left // 60}:{left % 60:02d} left"]
 
 
 def _place(step: int, steps: int) -> str:
@@ -201,6 +190,8 @@ def _lines_of(event: Event, steps: int) -> list[str]:
             bits = event.get("bits_per_byte")
             more = f"  {bits:.3f} bits/byte" if bits else ""
             return [f"{_place(step, steps)}  held out: loss {loss:.4f}{more}"]
+        case {"kind": "receipt", "differences": text}:
+            return [f"receipt  {text or 'sent and held what was planned, to the byte'}"]
         case {"kind": "save", "path": path, "stalled": stalled}:
             return [f"saved    {path} (training waited {stalled:.2f} s)"]
         case {"kind": "skip", "step": step, "grad_norm": norm, "gradients": names}:
@@ -241,37 +232,25 @@ class Speed:
     """The figures that follow from a step's time."""
 
     def __init__(self, config: TrainConfig, world: World, model: nn.Module) -> None:
-        self.tokens = config.batch * config.model.context
+        self.tokens, self.device = config.batch * config.model.context, world.device
         flops = flops_per_token(config, model.parameters()) * self.tokens
-        self.ideal = flops / (peak_flops(world.device) * world.size)  # seconds
-        self.device = world.device
+        peak = peak_flops(world.device)
+        self.ideal = peak and flops / (peak * world.size)  # seconds
 
     def of(self, seconds: float) -> dict[str, Any]:
         return {
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds,
-            "mfu": self.ideal / seconds,
             "memory": peak_memory(self.device),
+            **({"mfu": self.ideal / seconds} if self.ideal else {}),
         }
 
 
-@functools.cache
-def peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
-    """FLOP/s of one device: for known GPUs from a table, else measured with products in ``dtype``
-    (default: fp32 on CPUs, bf16 on GPUs)."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for part, peak in _PEAKS.items():
-            if re.search(rf"\b{part}\b", name):
-                return peak
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    size = 512 if device.type == "cpu" else 8192
-    a, times = torch.ones(size, size, dtype=dtype, device=device), []
-    for _ in range(4):
-        began = time.perf_counter()
-        (a @ a)[0, 0].item()
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of one device; None for a device that the table does not have."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = (peak for part, peak in _PEAKS.items() if re.search(rf"\b{part}\b", name))
+    return next(known, None)
 
 
 def peak_memory(device: torch.device) -> int:

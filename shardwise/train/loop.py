@@ -16,7 +16,8 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,11 @@ from shardwise.checkpoint import CheckpointError, LoadReport, SaveError, Store
 from shardwise.checkpoint.manifest import versions
 from shardwise.checkpoint.meeting import GIVEN_UP
 from shardwise.core import comm, streams
+from shardwise.core.memory import ledger
+from shardwise.debugging import debug
 from shardwise.models.gpt import generate
 from shardwise.optim.storage import local_of
+from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
 from shardwise.report.origin import origin
 from shardwise.report.trace import record_step
@@ -40,10 +44,10 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.fit import placements_of, plan_inputs, precision_of
 from shardwise.train.hub import load_weights
 from shardwise.train.launch import Guard, World
-from shardwise.train.logs import EventFile, Events, ExpertLoad, Sink, Speed
+from shardwise.train.logs import EventFile, Events, ExpertLoad, Sink, Speed, peak_memory
 from shardwise.train.tokenise import MissingExtraError, Tokenizer, open_tokenizer
 from shardwise.train.tokens import INFO, TOKENS
-from shardwise.words import quoted
+from shardwise.words import quoted, size_text
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer, for a sample and exports
@@ -124,7 +128,8 @@ class Trainer:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
-            self.events("plan", plan=self._plan())
+            self.plan = self._plan()
+            self.events("plan", plan=self.plan.as_dict())
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
             if again:  # path null: the earlier run in this folder was never saved
@@ -222,14 +227,17 @@ class Trainer:
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config = self.parts, self.config
-        losses = self._forward_backward()
-        # If the norm is not finite, the step changes nothing, on all ranks.
-        norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
-        figures = (losses, norm.reshape(1), self.experts.tally())
-        read_figures = streams.read_later(torch.cat([figure.double() for figure in figures]))
-        norms = parts.optimizer.last_norms
-        parts.optimizer.step()
-        self.experts.after_step(~torch.isfinite(norm))
+        with self._examined() as calls:
+            losses = self._forward_backward()
+            planned = len(calls)
+            # If the norm is not finite, the step changes nothing, on all ranks.
+            norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
+            figures = (losses, norm.reshape(1), self.experts.tally())
+            read_figures = streams.read_later(torch.cat([figure.double() for figure in figures]))
+            norms = parts.optimizer.last_norms
+            del calls[planned:]  # the norm is not planned
+            parts.optimizer.step()
+            self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
         rates = parts.scheduler.get_last_lr()  # of this step
         parts.scheduler.step()
@@ -241,6 +249,33 @@ class Trainer:
         self._issued.append(Issued(figures=read_figures, norms=norms, **made))
         # The host issues the next step to a GPU before it waits for this step.
         return self._conclude(guard, keep=1 if self.world.device.type == "cuda" else 0)
+
+    @contextmanager
+    def _examined(self) -> Iterator[list[comm.Call]]:
+        """Compare the ranks in the first step of this start, and the second step with the plan: its
+        collectives, and what it held. (The first also sends what is equal on all ranks from then
+        on.)"""
+        cuda = self.world.device.type == "cuda"
+        if self.step == self._first_step:
+            with debug(self.parts.model):
+                yield []
+            return
+        if self.step > self._first_step + 1:
+            yield []
+            return
+        ledger.reset_peak()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        with comm.record() as calls:
+            yield calls
+        if self.world.first:
+            rows, wrong = self.plan.compared(calls, ledger), self.plan.check(calls, ledger)
+            if cuda:
+                planned, peak = self.plan.total, peak_memory(self.world.device)
+                rows["bytes of the device at the peak"] = planned, peak
+                if abs(peak - planned) > max(0.05 * planned, 64 << 20):
+                    wrong.append(f"peak: {size_text(peak)}, planned {size_text(planned)}")
+            self.events("receipt", step=self.step + 1, rows=rows, differences="; ".join(wrong))
 
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
@@ -431,11 +466,11 @@ class Trainer:
             self.events("note", text=f"{error} (the run ends without a sample)")
             return None
 
-    def _plan(self) -> dict[str, Any]:
-        """The plan of this run; see ``shardwise plan``."""
+    def _plan(self) -> Plan:
+        """The plan of this run on rank 0; see ``shardwise plan``."""
         config, world = self.config, self.world
         model, mesh, options = plan_inputs(config, precision_of(config, world), world)
-        return plan(model, mesh, placements_of(config, world), **options).as_dict()
+        return plan(model, mesh, placements_of(config, world), rank=0, **options)
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model, world = self.config, self.parts.corpus, self.config.model, self.world

@@ -129,18 +129,8 @@ def gpt_1b() -> TrainConfig:
     return _large(model)
 
 
-def gpt_1b_nodes() -> TrainConfig:
-    """``gpt_1b`` over several nodes: sharded inside a node, replicated between them."""
-    return dataclasses.replace(gpt_1b(), strategy="hsdp")
-
-
-def gpt_1b_mxfp8() -> TrainConfig:
-    """``gpt_1b`` with its linear layers in MXFP8: gathered as codes, half of bf16's bytes."""
-    return dataclasses.replace(gpt_1b(), precision="mxfp8")
-
-
 _SMALL: list[Recipe] = [default, smoke, moe_tiny, moe_fused]
-_LARGE: list[Recipe] = [moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8]
+_LARGE: list[Recipe] = [moe_1b, gpt_124m, gpt_1b]
 RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in [*_SMALL, *_LARGE]}
 
 

@@ -38,7 +38,7 @@ from shardwise.core.rehearsal import SHARED
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.hub import begin_from
-from shardwise.train.launch import end_with_launcher, join, launch_name, num_restarts
+from shardwise.train.launch import end_with_launcher, join, num_restarts
 from shardwise.train.logs import Console, Sink
 from shardwise.train.loop import CHECKPOINTS, CONFIG, EVENTS, Trainer
 from shardwise.train.recipes import load_recipe
@@ -47,18 +47,15 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 ROOT = "runs"
-LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
+LOCK = ".lock"  # "pid 4711 on host node1"
 
 MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asks for.
-
-    Args:
-        configure: puts the flags into the configuration of the recipe or of the resumed run.
-    """
+    """What the user asks for; ``configure`` puts the flags into the configuration of the recipe or
+    of the resumed run."""
 
     recipe: str = "default"
     out: str | None = None
@@ -80,23 +77,28 @@ class Resolved:
 def resolve(request: Request) -> Resolved:
     """Find the run that a request means. Raises errors before any rank is started."""
     out, resume = request.out, request.resume
-    if num_restarts() and (begun := newest_folder(launch=launch_name(), out=out)) is not None:
-        out = str(begun)  # restarted ranks resume the run of their launch
+    if num_restarts() and (begun := newest_folder(request.recipe, out=out)) is not None:
+        out = str(begun)  # restarted ranks resume their own run
         resume = LATEST if has_saved(begun) else resume
-    if resume is None:
-        folder, checkpoint, or_older = Path(out or next(free_names(request.recipe))), None, False
+    if resume is not None:
+        folder, checkpoint, or_older = find_resume(request.recipe, out, resume)
+        if checkpoint is not None:
+            saved, fitted = saved_run(checkpoint)
+            config = request.configure(saved)
+            config.check_resume(saved)
+            return Resolved(
+                config=config,
+                folder=folder,
+                checkpoint=checkpoint,
+                fitted=fitted,
+                or_older=or_older,
+            )
+    else:
+        folder = Path(out or next(free_names(request.recipe)))
         if has_saved(folder):
             raise ValueError(
                 f"--out {out} holds a run already: continue it (--resume), or name another folder"
             )
-    else:
-        folder, checkpoint, or_older = find_resume(request.recipe, out, resume)
-    if checkpoint is not None:
-        saved, fitted = saved_run(checkpoint)
-        config = request.configure(saved)
-        config.check_resume(saved)
-        found = {"checkpoint": checkpoint, "fitted": fitted, "or_older": or_older}
-        return Resolved(config=config, folder=folder, **found)  # type: ignore[arg-type]
     recipe = load_recipe(request.recipe)
     config = request.configure(recipe)
     if config.init_from is not None:
@@ -205,18 +207,13 @@ def has_saved(folder: Path) -> bool:
     return any(NAME.fullmatch(path.name) for path in folder.glob(f"{CHECKPOINTS}/*"))
 
 
-def newest_folder(
-    recipe: str | None = None, launch: str | None = None, out: str | None = None
-) -> Path | None:
-    """The run under ``runs/`` (or at ``out``) that wrote last; with ``recipe``, of this recipe;
-    with ``launch``, of those that this launch has begun."""
+def newest_folder(recipe: str | None = None, out: str | None = None) -> Path | None:
+    """The run under ``runs/`` (or at ``out``) that wrote last; with ``recipe``, of this recipe."""
     pattern = ".*" if recipe is None else re.escape(_name(recipe)) + r"(-\d+)?"
     found = [path for path in Path(ROOT).glob("*") if re.fullmatch(pattern, path.name)]
-    written = EVENTS if launch is None else LOCK
-    folders = [path for path in ([Path(out)] if out else found) if (path / written).exists()]
-    if launch is not None:
-        folders = [path for path in folders if last_holder(path).get("launch") == launch]
-    return max(folders, key=lambda path: (path / written).stat().st_mtime, default=None)
+    events = [path / EVENTS for path in ([Path(out)] if out else found)]
+    newest = max(filter(Path.exists, events), key=lambda file: file.stat().st_mtime, default=None)
+    return newest and newest.parent
 
 
 def find_resume(recipe: str, out: str | None, resume: str) -> tuple[Path, Path | None, bool]:
@@ -285,14 +282,15 @@ class BusyError(ValueError):
     """Another run that has not ended writes to the folder."""
 
 
-def claim(request: Request) -> tuple[Resolved, RunLock]:
-    """Make and lock the folder of a run (rank 0); two runs never share one."""
+def claim(request: Request) -> tuple[Resolved, int]:
+    """Make and lock the folder of a run (rank 0); two runs never share one. Returns the lock, too,
+    a file descriptor."""
     named = request.out is not None or request.resume is not None or num_restarts()
     first = resolve(request).folder
     for folder in [first] if named else free_names(request.recipe):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = RunLock(folder)
+            held = lock(folder)
         except BusyError:
             if named:
                 raise
@@ -303,48 +301,33 @@ def claim(request: Request) -> tuple[Resolved, RunLock]:
             ) from error
         if named or not is_run(folder):
             break
-        lock.release()  # another run has begun and ended there between the two looks
+        os.close(held)  # another run has begun and ended there between the two looks
     # From here on no other process can change the folder.
     resolved = resolve(request if named else replace(request, out=str(folder)))
     (folder / CONFIG).write_text(json.dumps(resolved.config.to_json(), indent=2) + "\n")
-    return resolved, lock
+    return resolved, held
 
 
-class RunLock:
-    """A lock (``flock``) on the folder of a run: one run writes there at a time.
+def lock(folder: Path) -> int:
+    """Lock (``flock``) the folder of a run: one run writes there at a time.
 
-    Rank 0 takes the lock before it writes anything and holds it until its process ends. Then the
-    kernel releases the lock, whatever ended the process. If another process holds the lock, the
-    ``BusyError`` names that process.
+    Rank 0 holds the lock until its process ends. Then the kernel releases the lock, whatever ended
+    the process. If another process holds the lock, the ``BusyError`` names that process.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            holder = last_holder(folder)
-            raise BusyError(
-                f"{folder} belongs to a run that has not ended (pid {holder.get('pid')} on host "
-                f"{holder.get('host')}): wait for it, end it, or name another folder with --out"
-            ) from None
-        except OSError as error:  # Lustre without -o flock, NFS without lockd
-            text = "%s: this file system cannot lock files (%s): start only one run there"
-            logger.warning(text, folder, error.strerror)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}
-        with contextlib.suppress(OSError):  # with a full disk the lock has no name, but it holds
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(holder).encode(), 0)
-
-    def release(self) -> None:
-        os.close(self._file)
-
-
-def last_holder(folder: Path) -> dict[str, Any]:
-    """The last process that locked the folder; empty if the file is unreadable."""
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        holder = json.loads((folder / LOCK).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        os.close(file)
+        raise BusyError(
+            f"{folder} belongs to a run that has not ended ({holder}): wait for it, end it, or "
+            f"name another folder with --out"
+        ) from None
+    except OSError as error:  # Lustre without -o flock, NFS without lockd
+        text = "%s: this file system cannot lock files (%s): start only one run there"
+        logger.warning(text, folder, error.strerror)
+    with contextlib.suppress(OSError):  # with a full disk the lock has no name, but it holds
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+    return file

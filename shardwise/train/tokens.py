@@ -88,14 +88,14 @@ def token_folder(source: str | Path) -> Path | None:
     """The folder of a source that names a token file; ``None`` if the source is something else."""
     path = Path(source).expanduser()
     folder = path.parent if path.name in (TOKENS, INFO) else path
-    if (folder / INFO).is_file():
-        return folder
-    if path.suffix != ".bin" and not (folder / TOKENS).is_file():
+    if path.suffix != ".bin" and not any((folder / name).is_file() for name in (INFO, TOKENS)):
         return None
-    raise DataError(
-        f"{source} has no {INFO} beside it that says what its tokens are: make both with shardwise "
-        f"data TEXTS --out FOLDER, or with shardwise.train.tokens.write_tokens"
-    )
+    if not (folder / INFO).is_file():
+        raise DataError(
+            f"{source} has no {INFO} beside it that says what its tokens are: make both with "
+            f"shardwise data TEXTS --out FOLDER, or with shardwise.train.tokens.write_tokens"
+        )
+    return folder
 
 
 def open_tokens(folder: str | Path) -> tuple[Tokens, TokenInfo]:
@@ -105,20 +105,15 @@ def open_tokens(folder: str | Path) -> tuple[Tokens, TokenInfo]:
         values = dict(json.loads((file.parent / INFO).read_bytes()))
         values.pop("references", None)  # of files before 2026-11-20
         info = TokenInfo(**values)
-    except (ValueError, TypeError, RecursionError) as error:
+        if (size := file.stat().st_size) != info.count * dtype_for(info.vocab_size).itemsize:
+            raise ValueError(f"{TOKENS} has {size} bytes for {info.count} tokens of {info.dtype}")
+        tokens = _mapped(file, info.vocab_size)
+        if size <= CHECKED_BYTES and hashlib.sha256(tokens.data).hexdigest() != info.sha256:
+            raise ValueError(f"{TOKENS} has other contents than were written")
+    except (ValueError, TypeError, RecursionError, OSError) as error:
         raise DataError(
-            f"{file.parent / INFO} cannot be used ({error}): make the tokens again"
+            f"{file.parent / INFO} cannot be used ({error}): copy or make the tokens again"
         ) from None
-    size = file.stat().st_size if file.is_file() else -1
-    if size != info.count * dtype_for(info.vocab_size).itemsize:
-        what = "is missing" if size < 0 else f"has {size} bytes"
-        raise DataError(
-            f"{file} {what}, and {INFO} describes {info.count} tokens of {info.dtype}: copy or "
-            f"make it again"
-        )
-    tokens = _mapped(file, info.vocab_size)
-    if size <= CHECKED_BYTES and hashlib.sha256(tokens.data).hexdigest() != info.sha256:
-        raise DataError(f"{file} has other contents than were written: copy or make it again")
     return tokens, info
 
 
@@ -158,19 +153,19 @@ def describe(
 ) -> None:
     """Write ``tokens.json`` for the ``tokens.bin`` in a folder; ``more``: other fields of it."""
     tokens, lengths = _mapped(folder / TOKENS, vocab_size), np.array(token_bytes, np.int64)
-
-    def bytes_of(part: Tokens) -> int | None:
-        chunks = (part[at : at + CHUNK] for at in range(0, len(part), CHUNK))
-        return sum(int(lengths[chunk].sum()) for chunk in chunks) if len(lengths) else None
-
+    sizes: list[int | None] = [None, None]
+    for part in (0, 1) if len(lengths) else ():
+        own = np.split(tokens, [held_out_begins])[part]
+        chunks = (own[at : at + CHUNK] for at in range(0, len(own), CHUNK))
+        sizes[part] = sum(int(lengths[chunk].sum()) for chunk in chunks)
     info = TokenInfo(
         dtype=tokens.dtype.name,
         vocab_size=vocab_size,
         count=len(tokens),
         held_out_begins=held_out_begins,
         sha256=hashlib.sha256(tokens.data).hexdigest(),
-        train_bytes=bytes_of(tokens[:held_out_begins]),
-        held_out_bytes=bytes_of(tokens[held_out_begins:]),
+        train_bytes=sizes[0],
+        held_out_bytes=sizes[1],
         token_bytes=lengths.tolist(),
         **more,
     )
@@ -186,11 +181,8 @@ def write_tokens(
     token_bytes: Sequence[int] = (),
     end_token: int | None = None,
 ) -> None:
-    """Make a token folder of an array, whose end is held out.
-
-    Args:
-        token_bytes: bytes of text of each token. Without them, losses are known per token only.
-    """
+    """Make a token folder of an array, whose end is held out. Without ``token_bytes`` (bytes of
+    text of each token), losses are known per token only."""
     check_range(tokens, vocab_size, "not written")
     with whole_folder(Path(folder)) as partial:
         np.ascontiguousarray(tokens, dtype_for(vocab_size)).tofile(partial / TOKENS)

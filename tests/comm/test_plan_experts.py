@@ -23,6 +23,7 @@ from shardwise.train.build import build_model, build_optimizer
 from shardwise.train.config import TrainConfig
 from shardwise.train.fit import named_precision
 from shardwise.train.logs import ExpertLoad
+from tests.comm.planning import state_bytes
 from tests.memory.helpers import Books
 from tests.models import mesh_of
 from tests.one_card import device_type, ranks_device
@@ -110,17 +111,14 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
     torch.manual_seed(rank)
     for _ in range(2):
         sw.ledger.reset_peak()
-        phases: Facts = {"forward": Counter(), "backward": Counter(), "step": Counter()}
+        phases: Facts = {"pass": Counter(), "step": Counter()}
         for number in range(config.num_microbatches):
             made.set_is_last_backward(number == config.num_microbatches - 1)
             tokens = torch.randint(64, (config.share(world_size), config.model.context))
             with mock.patch.object(router, "_best", evenly):
                 with comm.record() as calls:
-                    loss = made(tokens, tokens)
-                phases["forward"].update(calls)
-                with comm.record() as calls:
-                    loss.backward()
-                phases["backward"].update(calls)
+                    made(tokens, tokens).backward()
+                phases["pass"].update(calls)
         loaded = books()
         with comm.record() as calls:
             optimizer.step()
@@ -129,18 +127,12 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
         optimizer.zero_grad()
         peak, total = dict(sw.ledger.peak), sw.ledger.peak_total
     held = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sorted(peak.items())}
-    state = sum(
-        value.to_local().nbytes
-        for entry in optimizer.state.values()
-        for name, value in entry.items()
-        if name != "step"
-    )
     return {
         "rest": rest,
         "loaded": loaded,
         "peak": {kind: nbytes for kind, nbytes in held.items() if nbytes},
         "peak_total": total - sum(before.values()),
-        "state": state,
+        "state": state_bytes(optimizer),
         **phases,
     }
 
@@ -163,15 +155,16 @@ def assert_planned(world_size: int, cases: list[tuple[Facts, Facts]]) -> None:
             what = (model, changes, rank)
             for name in ("rest", "loaded", "peak", "peak_total"):
                 assert seen[name] == getattr(made, name), (what, name)
-            exchanged = made.exchanged
             rows: Counter[comm.Call] = Counter()
-            for phase, planned in (*made.phases.items(), ("step", exchanged)):
+            for phase, planned in (("pass", made.calls), ("step", made.exchanged)):
                 calls = Counter(seen[phase])
                 assert calls - routed(calls) == planned, (what, phase)
                 rows += routed(calls)
             assert rows == made.traffic.known + made.traffic.even, what
             assert config.ep == 1 or made.traffic.even, what
-        assert made.optimizer_bytes == max(results[number]["state"] for results in everyone) > 0
+            assert made.optimizer_bytes == seen["state"] > 0, what
+            done = [*(Counter(seen["pass"]) + Counter(seen["step"])).elements()]
+            assert made.check(done) == [] != made.check(done[1:]), what
 
 
 ADAMW: Facts = {"optimizer": "adamw"}

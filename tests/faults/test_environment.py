@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import fsdp
 
 import shardwise
-from shardwise import cli
+from shardwise.integrations.fsdp2 import in_place_of_torch
 from shardwise.kernels import missing_compiler
 from shardwise.notices import warn_once
 from shardwise.train import build
@@ -53,12 +54,6 @@ def test_an_old_torch_is_named_before_it_fails(tmp_path: Path) -> None:
     done = python("-c", "import shardwise as sw; sw.zero(3)")
     assert done.stderr.endswith(f"ImportError: {said}"), done.stderr
     assert python("-m", "shardwise", "--help").returncode == 0
-
-
-def test_no_torch_at_all_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardwise, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"^pip install .* and torch is not installed$"):
-        shardwise.check_torch()
 
 
 def test_the_oldest_torch_is_that_of_the_package() -> None:
@@ -106,27 +101,20 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------ files and ports
 
 
-def test_errors_of_the_system_say_what_to_do() -> None:
-    for number, words in cli._FIXES.items():
-        said = cli._words(OSError(number, os.strerror(number), "some/file"))
-        assert said == f"some/file: {os.strerror(number)}{words}"
-    assert cli._words(OSError(errno.ENOENT, "No such file", "x")) == "x: No such file"
-    assert cli._words(ValueError("two\n  lines")) == "two lines"
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = inside("data", "stdlib", "--out", "file/tokens", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: file"), done.stderr
 
 
-def test_a_name_that_is_not_there_names_others() -> None:
-    with pytest.raises(
-        AttributeError, match=r"'shardwise' has no attribute 'fully_sharded'.*fully"
-    ):
-        _ = shardwise.fully_sharded  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"'xyzzy'$"):
-        _ = shardwise.xyzzy  # type: ignore[attr-defined]
+def test_modules_get_torchs_verb_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was imported inside the block."""
+    theirs, late = fsdp.fully_shard, ModuleType("late")
+    with in_place_of_torch():
+        exec("from torch.distributed.fsdp import fully_shard", vars(late))
+        monkeypatch.setitem(sys.modules, "late", late)
+        assert late.fully_shard is fsdp.fully_shard is not theirs
+    assert late.fully_shard is fsdp.fully_shard is theirs
 
 
 # ------------------------------------------------------------------------------ warnings

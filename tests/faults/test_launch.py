@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def test_one_rank_is_the_process_itself_and_stops_when_it_is_asked_to(tmp_path: 
     name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
     process = fork_launcher("train", name, "--out", "run", "--nproc", "1", cwd=tmp_path)
     wait_until(lambda: steps_done(run) >= 3, process)
-    assert json.loads((run / ".lock").read_text())["pid"] == process.pid
+    assert (run / ".lock").read_text().startswith(f"pid {process.pid} ")
     os.kill(process.pid, signal.SIGTERM)
     code, out, err = process.finish()
     assert code == 0, err
@@ -125,37 +124,6 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
     assert done.returncode == 0, done.stderr
     assert events_of(run, "resume")[-1]["step"] >= last
     assert events_of(run, "end")[-1]["step"] == last + 5
-
-
-SHARING = """
-from shardwise.train import run
-from shardwise.train.launch import join
-
-def joined(timeout):
-    return dataclasses.replace(join(timeout), ranks_per_gpu=4)
-
-run.join = joined
-"""
-
-
-def test_ranks_that_share_a_gpu_say_so_once(tmp_path: Path) -> None:
-    name = write_recipe(tmp_path, "steps=1, eval_every=0")
-    with (tmp_path / "recipe.py").open("a") as recipe:
-        recipe.write(SHARING)
-    code, out, err = fork_launcher("train", name, "--out", "run", cwd=tmp_path).finish()
-    assert code == 0 and err == "", err
-    (note,) = events_of(tmp_path / "run", "note")
-    assert "4 ranks share one GPU" in note["text"] and out.count(note["text"]) == 1
-
-
-def test_a_stop_file_of_the_users_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stop = tmp_path / "stop"
-    monkeypatch.setenv("SHARDWISE_STOP", str(stop))
-    assert Guard().asked is None
-    stop.touch()
-    assert Guard().asked == "a stop request"
 
 
 def test_hours_end_a_run_with_a_checkpoint(tmp_path: Path) -> None:
@@ -213,6 +181,10 @@ def test_a_signal_to_the_launcher_saves_at_the_next_step_and_leaves_nothing_behi
 def test_every_signal_asks_the_launcher_and_a_rank_to_stop(
     number: signal.Signals, tmp_path: Path
 ) -> None:
+    (tmp_path / "asked").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_STOP", str(tmp_path / "asked"))
+        assert Guard().asked is not None
     before = signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore it
     try:
         with Guard(tell=tmp_path / "stop") as guard:

@@ -6,7 +6,6 @@ The ranks are forked, without a launcher; ``test_launch`` has the runs that need
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
@@ -14,13 +13,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from shardwise.checkpoint import SaveError, valid_checkpoints, verify
-from shardwise.checkpoint.meeting import Meeting
 from shardwise.train.data import load_corpus
 from shardwise.train.loop import BrokenGradientError
 from tests.ranks import run_ranks
@@ -211,26 +208,6 @@ def test_weights_that_are_not_finite_push_out_no_checkpoint(tmp_path: Path) -> N
     assert found == [["step-000002"]] * 2
 
 
-def out_of_memory(rank: int, world_size: int, folder: str, data: str) -> str:
-    trainer = make_trainer(rank, world_size, folder, data=data, steps=6)
-
-    def fail() -> None:
-        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
-
-    trainer.parts.optimizer.step = fail  # type: ignore[method-assign, assignment]
-    try:
-        trainer.run()
-    except torch.OutOfMemoryError as error:
-        return str(error)
-    return ""
-
-
-def test_a_step_that_does_not_fit_says_what_to_set(tmp_path: Path) -> None:
-    for text in run_ranks(out_of_memory, 2, str(tmp_path / "run"), write_text(tmp_path)):
-        assert "step 1 does not fit" in text and "microbatches of 6 x 16 tokens" in text
-        assert "--microbatches" in text and "--recompute block" in text and "7 GiB" in text
-
-
 # ------------------------------------------------------------------------------ saves that fail
 
 
@@ -261,6 +238,8 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert all(0 < event["stalled"] < 60 for event in saves)
     (warning,) = events_of(tmp_path / "run", "warning")
     assert "No space left" in warning["text"]
+    said = run_ranks(failing_saves, 2, str(tmp_path / "last"), data, [TINY.steps])
+    assert all("No space left" in text for text in said), "of the last save it is an error"
 
 
 def on_a_small_disk(
@@ -292,39 +271,8 @@ def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: P
     run, data = tmp_path / "run", write_text(tmp_path)
     load_corpus(data)  # the tokens are made before the disk is full
     found = run_ranks(on_a_small_disk, 2, str(run), data, 4000)
-    texts = {text for text, _, _ in found}
-    (text,) = texts
-    assert f"step {TINY.steps} was not saved" in text and "[Errno 27] File too large" in text
-    assert "rank 0: OSError" in text and "rank-00000.safetensors" in text
+    (text,) = {text for text, _, _ in found}
+    assert "File too large" in text and "rank-00000.safetensors" in text
     assert [step for _, step, _ in found] == [TINY.steps] * 2, "training went on to its end"
-    (warning,) = found[0][2]
-    assert "events.jsonl cannot be written" in warning
-    assert found[1][2] == []
+    assert [len(warnings) for _, _, warnings in found] == [1, 0], "its events are lost"
     assert list((run / "checkpoints").iterdir()) == [], "no temporary folder stays"
-
-
-def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
-    """The last rank cannot make the file by which it would tell the others."""
-    trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
-    nowhere = mock.patch.object(Meeting, "_done", Path("/proc/nowhere/done"))
-    try:
-        with nowhere if rank == world_size - 1 else contextlib.nullcontext():
-            trainer.run()
-    except SaveError as failed:
-        return str(failed), trainer.step
-    return "saved", trainer.step
-
-
-def test_a_rank_that_cannot_even_leave_a_word_keeps_nobody_waiting(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (text,) = {
-        text for text, _ in run_ranks(no_room_for_a_marker, 2, str(run), write_text(tmp_path))
-    }
-    assert "rank 1: FileNotFoundError" in text, "the reason, not what another rank saw of it"
-    assert list((run / "checkpoints").iterdir()) == []
-
-
-def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
-    data = write_text(tmp_path)
-    said = run_ranks(failing_saves, 2, str(tmp_path / "run"), data, [TINY.steps])
-    assert all("No space left" in text for text in said), said

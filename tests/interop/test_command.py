@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from shardwise.cli import run
-from shardwise.train.tokens import write_tokens
 from tests.train_runs import (
     environment,
     events_of,
@@ -50,44 +48,28 @@ def refused(*words: str, cwd: Path, run: Callable[..., Any] = inside) -> str:
     return done.stderr
 
 
-def test_a_strategy_that_does_not_exist(tmp_path: Path) -> None:
-    said = refused("train", "--strategy", "zero4", cwd=tmp_path)
-    assert "zero4" in said and "zero3" in said and "hfsdp" in said
-
-
-def test_a_flag_that_does_not_exist(tmp_path: Path) -> None:
-    assert "--stratgy" in refused("train", "--stratgy", "zero3", cwd=tmp_path)
-
-
-def test_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
-    said = refused("train", "gpt_900t", cwd=tmp_path)
-    assert said.startswith("error: there is no recipe 'gpt_900t'") and said.count("\n") == 1
-
-
-def test_ranks_that_do_not_fit(tmp_path: Path) -> None:
-    said = refused("train", "smoke", "--strategy", "hsdp", "--nproc", "3", cwd=tmp_path)
-    assert "3 ranks cannot form 2 replicas" in said and said.count("\n") == 1
-    said = refused("train", "smoke", "--batch", "5", "--nproc", "2", cwd=tmp_path)
-    assert "use --batch 4 or 6" in said and said.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train --strategy zero4", "hfsdp"),
+        ("train --stratgy zero3", "--stratgy"),
+        ("train gpt_900t", "gpt_900t"),
+        ("train smoke --strategy hsdp --nproc 3", "3 ranks cannot form 2 replicas"),
+        ("train smoke --batch 5 --nproc 2", "use --batch 4 or 6"),
+        ("train --resume", "no such checkpoint or run"),
+        ("plan smoke --ep 2", "ep=2"),
+        ("plan moe_tiny --ranks 3 --ep 2 --batch 3", "does not divide the 3 ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_begins(
+    words: str, said: str, tmp_path: Path
+) -> None:
+    assert said in refused(*words.split(), cwd=tmp_path)
 
 
 def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None:
     said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path, run=forked)
     assert said.count("error:") == 1 and "nowhere" in said, said
-
-
-def test_a_damaged_token_file(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens", np.arange(4000) % 50, 50)
-    path = tmp_path / "tokens" / "tokens.bin"
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 255
-    path.write_bytes(content)
-    said = refused("train", "smoke", "--data", "tokens", cwd=tmp_path, run=forked)
-    assert said.count("error:") == 1 and "tokens.bin" in said, said
-
-
-def test_nothing_to_resume(tmp_path: Path) -> None:
-    assert "no such checkpoint or run" in refused("train", "--resume", cwd=tmp_path)
 
 
 # ------------------------------------------------------------------------------ from run to export
@@ -138,8 +120,6 @@ def test_verify_says_what_is_wrong(trained: Path) -> None:
     next((trained / "damaged/checkpoints/step-000004").glob("*.safetensors")).unlink()
     damaged = inside("verify", "damaged", cwd=trained)
     assert damaged.returncode == 1 and ".safetensors" in damaged.stdout
-    several = inside("verify", "run/checkpoints", cwd=trained)
-    assert several.returncode == 1 and "pass " in several.stdout
     (trained / "nothing").mkdir()
     bad = inside("verify", "nothing", cwd=trained)
     assert bad.returncode == 1 and "manifest" in bad.stdout
@@ -189,13 +169,6 @@ def test_plans_by_the_flags_of_train(tmp_path: Path) -> None:
         "ranks 2, 3 | feed_forward.experts.f",
     ):
         assert words in spread.stdout, words
-    for flag, stored in (((), "bfloat16"), (("--precision", "mxfp8"), "mxfp8")):
-        said = inside("plan", "smoke", "--ranks", "2", *flag, cwd=tmp_path).stdout
-        assert f"stored as {stored} " in said and "gathered in forward" in said
-    assert "ep=2" in refused("plan", "smoke", "--ep", "2", cwd=tmp_path)
-    assert "does not divide the 3 ranks" in refused(
-        "plan", "moe_tiny", "--ranks", "3", "--ep", "2", "--batch", "3", cwd=tmp_path
-    )
 
 
 def test_whoever_reads_may_stop_reading(capsys: pytest.CaptureFixture[str]) -> None:

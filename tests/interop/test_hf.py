@@ -73,7 +73,6 @@ MODELS = {
         groups_per_token=2,
         expert_scale=2.5,
     ),
-    "mixtral": replace(LLAMA, num_experts=3, experts_per_token=2, expert_hidden_dim=40),
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
@@ -191,7 +190,7 @@ def test_there_and_back_is_the_same(config: GPTConfig) -> None:
     parts: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         parts |= hf_tensors(name, tensor, config)
-        assert [*hf_tensors(name, tensor, config)] == hf_names(name, config)
+        assert [*hf_tensors(name, tensor, config)] == hf_names(config)[name]
     assert parts.keys() == theirs.keys()
 
 
@@ -218,42 +217,32 @@ def test_stretched_frequencies_are_those_of_transformers() -> None:
 
 
 def test_what_cannot_be_represented_is_named_all_at_once() -> None:
-    values = LLAMA_405B | {
-        "hidden_act": "gelu",
-        "attention_bias": True,
-        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
-        "rope_parameters": {"rope_type": "default"},
-        "vocab_size": None,
-    }
-    with pytest.raises(ValueError, match="vocab_size is missing") as caught:
-        config_from_hf(values)
-    for part in ("'gelu'", "attention_bias", "'yarn'"):
-        assert part in str(caught.value)
-    with pytest.raises(ValueError, match=r"'gpt_neox'.*llama, qwen3"):
-        config_from_hf({"model_type": "gpt_neox"})
+    changes = {"hidden_act": "gelu", "attention_bias": True, "vocab_size": None}
+    changes["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ValueError, match=r"vocab_size.*'gelu'.*attention_bias.*'yarn'"):
+        config_from_hf(LLAMA_405B | changes)
     experts = hf_config(MODELS["qwen3 experts"])
-    with pytest.raises(
-        ValueError, match=r"mlp_only_layers=\[1\].*only the first layers can be without"
+    for values, said in (
+        ({"model_type": "gpt_neox"}, "gpt_neox"),
+        (experts | {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({key: value for key, value in experts.items() if key != "num_experts"}, "num_experts"),
+        (LLAMA_405B | {"model_type": "mistral"}, "sliding_window=4096"),
     ):
-        config_from_hf(experts | {"mlp_only_layers": [1]})
-    with pytest.raises(ValueError, match=r"num_experts .*is missing"):
-        config_from_hf({key: value for key, value in experts.items() if key != "num_experts"})
-    for kind, name, value in (
-        ("Dots1For", "shared_hidden_dim", 8),
-        ("Dots1For", "expert_score", "sigmoid"),
-        ("Qwen3MoeFor", "bias_rate", 0.1),
-        ("Qwen3MoeFor", "expert_groups", 2),
-        ("Qwen3MoeFor", "expert_biases", True),
+        with pytest.raises(ValueError, match=said):
+            config_from_hf(values)
+    for changed in (
+        {"shared_hidden_dim": 8},
+        {"expert_score": "sigmoid"},
+        {"bias_rate": 0.1},
+        {"expert_groups": 2},
+        {"expert_biases": True},
+        {"qk_norm": False},
     ):
-        with pytest.raises(ValueError, match=f"{kind}.* has no option for .*{name}"):
-            hf_config(replace(MODELS["qwen3 experts"], **{name: value}))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=next(iter(changed))):
+            hf_config(replace(MODELS["qwen3 experts"], **changed))  # type: ignore[arg-type]
     assert model_type(load_recipe("moe_1b").model) == "dots1", "every recipe has a form"
-    with pytest.raises(ValueError, match="sliding_window=4096"):
-        config_from_hf(LLAMA_405B | {"model_type": "mistral"})
     mistral = config_from_hf(LLAMA_405B | {"model_type": "mistral", "sliding_window": None})
     assert mistral == config_from_hf(LLAMA_405B)
-    with pytest.raises(ValueError, match=r"no multiple of num_heads=3.*qk_norm=True"):
-        hf_config(replace(LLAMA, num_heads=3, num_kv_heads=3, head_dim=8))
 
 
 def test_weights_of_another_model_are_refused_by_name() -> None:
@@ -264,15 +253,12 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"9 not known.*model\.layers\.1\."):
         from_hf(theirs, replace(LLAMA, num_layers=1))
     assert from_hf(theirs, replace(LLAMA, tied=True)).keys() == state.keys() - {"head.weight"}
-    with pytest.raises(ValueError, match="no parameter of a GPT"):
-        hf_names("blocks.0.bias", LLAMA)
 
 
-@pytest.mark.parametrize("choices", [1, 2, 3])
-def test_the_weight_of_the_balance_loss_is_theirs(choices: int) -> None:
+def test_the_weight_of_the_balance_loss_is_theirs() -> None:
     """Their loss: experts x the sum over experts of (choices per token x mean chance)."""
-    values = hf_config(MODELS["mixtral"]) | {"num_experts_per_tok": choices}
-    values |= {"num_hidden_layers": 1, "num_local_experts": 5}
+    values = hf_config(MODELS["qwen3 experts"]) | {"num_experts_per_tok": (choices := 2)}
+    values |= {"num_hidden_layers": 1, "num_experts": 5, "norm_topk_prob": True}
     config = config_from_hf(values | {"router_aux_loss_coef": 0.02})
     assert hf_config(config)["router_aux_loss_coef"] == pytest.approx(0.02)
     layer = random_model(config).blocks[0].feed_forward
@@ -371,20 +357,17 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         resolve(request)
 
 
-def test_a_pipe_in_place_of_weights_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     write_hub(tmp_path / "hub", BEGUN["zero3"][0])
     folder = HubFolder(tmp_path / "hub")
     pipe = folder.folder / "part-0.safetensors"
     pipe.unlink()
-    os.mkfifo(pipe)
-    with pytest.raises(
-        ValueError, match=r"part-0\.safetensors does not exist, or is no regular file"
-    ):
+    os.mkfifo(pipe)  # not waited for
+    with pytest.raises(ValueError, match=r"part-0\.safetensors"):
         dict(folder)
-    for wrong in ({}, {"weight_map": [1]}, {"weight_map": {"a": 3}}):
-        (folder.folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match="no weight_map"):
-            HubFolder(folder.folder)
+    (folder.folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
+    with pytest.raises(ValueError, match="weight_map"):
+        HubFolder(folder.folder)
 
 
 def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,8 @@ def compare(
     shutil.copytree(first / "checkpoints" / point.name, point)
     found = run_ranks(resumed, world_size, str(second), str(point), changes)
     assert losses(second) == {step: v for step, v in losses(first).items() if step > half}
+    for receipt in events_of(first, "receipt") + events_of(second, "receipt"):
+        assert receipt["differences"] == "" and len(receipt["rows"]) >= 3, receipt
     held_out = [[(e["step"], e["loss"]) for e in events_of(f, "eval")] for f in (first, second)]
     assert held_out[0][1:] == held_out[1] != []
     for (values, rng), (again, rng_again) in zip(expected, found, strict=True):
@@ -101,15 +102,13 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     wide = dataclasses.replace(TINY.model, dim=32)
     compare("zero3", "muon", 2, tmp_path, half=2, model=wide, precision="mxfp8")
     (run,) = events_of(tmp_path / "first", "run")
-    weights, (planned,) = run["weights"], events_of(tmp_path / "first", "plan")
+    weights = run["weights"]
     assert weights["format"] == "mxfp8" and weights["stored"] >= 7 * wide.num_layers
     kept = {name: why for why, names in weights["kept"].items() for name in names}
     assert kept["embedding.weight"] == "read by Embedding, not only by linears"
     assert kept["blocks.*.attention_norm.weight"] == "read by RMSNorm, not only by linears"
-    assert re.search(rf"stored as mxfp8 +{weights['stored']} ", planned["plan"]["text"])
     page = write_report(tmp_path / "first").read_text()
     assert "Weights in mxfp8" in page and "read by Embedding" in page
-    assert "gathered in backward" in page
     narrow = {"precision": "mxfp8", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
         assert "mxfp8" in said and "multiples of 32" in said

@@ -86,16 +86,6 @@ def test_without_a_scored_target_the_loss_is_zero() -> None:
         assert not torch.autograd.grad(loss, head)[0].any()
 
 
-def test_frozen_inputs_get_no_gradient() -> None:
-    hidden, head, targets = inputs(torch.float32)
-    loss = linear_cross_entropy(hidden, head.detach(), targets, chunk=WORDS)
-    (of_hidden,) = torch.autograd.grad(loss, hidden)
-    plain = linear_cross_entropy(hidden, head.detach(), targets)
-    torch.testing.assert_close(of_hidden, torch.autograd.grad(plain, hidden)[0])
-    with torch.no_grad():
-        assert not linear_cross_entropy(hidden, head, targets, chunk=WORDS).requires_grad
-
-
 def test_equal_blocks_compile_into_one_graph() -> None:
     """And evaluation into one more; what they compute stays the same."""
     config = GPTConfig(dim=16, num_layers=3, num_heads=2, context=8)

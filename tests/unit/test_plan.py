@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import Counter
 from functools import partial
@@ -17,15 +16,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.core import layout
 from shardwise.core.memory import Block as Memory
-from shardwise.kernels.polynomials import cost
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.optim.storage import Sharding
-from shardwise.planning.orthogonalisation import by_rank
 from shardwise.planning.plan import plan
 from shardwise.planning.planned import Mesh, strategy_name
-from shardwise.planning.pretended import PretendedMesh
 from shardwise.planning.shard_map import map_text
 from shardwise.shard import fully_shard as wrapping
 from shardwise.words import count_text, parse_size, size_text
@@ -81,28 +76,13 @@ def facts(made: Any) -> dict[str, Any]:
     return {name: getattr(made, name) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
-        ({"bucket_mb": 0}, ["bucket_mb=0"]),
-        ({"reshard_after_forward": 2}, ["reshard_after_forward=2"]),
-        ({"wrap": []}, ["leave out bucket_mb, or wrap"]),
-    ],
-)
-def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match="plan: ") as caught:
-        plan(small(), {"dp": 2}, **{"placements": "zero1", "bucket_mb": 1} | options)
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
 def test_spread_experts_need_ranks_of_their_own() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, num_experts=4))
     for layer in mixtures_of(model):
         layer.keep_share(2)
     made = plan(model, {"dp": 4})
-    assert made.options.ep == 2 and made.traffic is None, "nobody said how many tokens"
+    assert made.options.ep == 2 and not made.traffic.even, "nobody said how many tokens"
     assert made.num_parameters == model.config.num_parameters
     with pytest.raises(ValueError, match="ep=2, which does not divide the 3 ranks of axis 'dp'"):
         plan(model, {"dp": 3})
@@ -131,9 +111,6 @@ def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
     most = ranks[total.index(max(total))]
     assert most.exchanged != ranks[0].exchanged, "or there would be nothing to see"
     assert vars(plan(model, {"dp": 6}, "zero3", optimizer="muon")) == vars(most)
-    mesh: Any = PretendedMesh(["dp"], [3], [0], "nccl")
-    for sharded, figures in ((True, {(0, 0): 5, (0, 2): 7}), (False, {(0, 0): 5, (2, 0): 7})):
-        assert by_rank(Sharding(mesh, (sharded,), (False,)), figures, 6) == [5, 5, 0, 0, 7, 7]
 
 
 # ------------------------------------------------------------------------------ by hand
@@ -154,7 +131,8 @@ def test_the_figures_of_a_model_one_can_count() -> None:
         assert made.padding == 0 and made.num_elements == whole
         assert made.rest["main"] == 4 * share and made.loaded["grad"] == 4 * share
         assert made.rest.get("compute", 0) == (0 if strategy == "zero3" else 2 * whole)
-        assert made.optimizer_bytes == whole, "one momentum, a quarter of it on each rank"
+        # one momentum: a quarter of it on each rank, or all of it on its owner
+        assert made.optimizer_bytes == whole * (1 if strategy else 4)
         assert made.peak["grad_transient" if strategy != "zero0" else "grad"] == 4 * whole
     assert found["zero3"].calls == Counter(
         {
@@ -165,8 +143,6 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     assert plan(model, {"dp": 4}, "zero3", precision=BF16).optimizer_bytes == 8 * whole // 4
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
-    price = cost(64, 64, sw.muon().polynomial)
-    assert work.busiest == work.total == price == 18 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
     # one owner gets three quarters, and sends them back in fp16: the most that anybody sends
     assert found["zero3"].exchanged == Counter(
@@ -185,31 +161,13 @@ def test_a_plan_says_how_many_matrices_lie_whole() -> None:
     for ranks, grain, whole in ((5, None, 10), (8, None, 0), (10, None, 0), (10, "tensor", 10)):
         made = plan(model, {"dp": ranks}, "zero1", optimizer="muon", bucket_mb=1, grain=grain)
         assert made.matrices is not None and made.matrices.num_whole == whole, ranks
-        assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
+        assert f"{whole} of them whole" in str(made)
     for shape, strategy in (({"dp": 64}, "zero1"), ({"dp": 3}, "zero3")):  # whatever it pads
         made = plan(model, shape, strategy, optimizer="muon", grain="tensor")
         assert made.matrices is not None and made.matrices.num_whole == 10
         assert made.padding > made.num_parameters
     with pytest.raises(ValueError, match="plan: grain='whole': choose 'tensor', a Grain"):
         plan(model, {"dp": 3}, "zero3", grain="whole")
-
-
-def test_a_matrix_optimizer_takes_what_routing_says() -> None:
-    with torch.device("meta"):
-        model = Llama(16, 8, 32, 2, vocabulary=48)
-    sw.route(model, elementwise="blocks.1.wk.*")
-    made = plan(model, {"dp": 2}, optimizer="muon")
-    assert made.matrices is not None and made.matrices.num_matrices == 13
-    taken = [
-        item.name
-        for unit in made.units
-        for group in unit.groups
-        for item, matrix in zip(group.layout.items, group.matrices, strict=True)
-        if matrix
-    ]
-    assert "embedding.weight" not in taken and "lm_head.weight" not in taken
-    assert taken.count("wk.weight") == 1, "the second block is no longer alike"
-    assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
 # ------------------------------------------------------------------------------ what is wrapped
@@ -250,6 +208,9 @@ def test_all_problems_are_named_at_once() -> None:
         plan(small(), {"dp": 2}, "hsdp", optimizer="sgd", device="tpu", microbatches=0)
     for wrong, message in (
         (lambda: plan(small(), {"dp": 0}), "dp=0"),
+        (lambda: plan(small(), {"dp": 2}, "zero3", bucket_mb=1), "fully_shard"),
+        (lambda: plan(small(), {"dp": 2}, "zero1", bucket_mb=0), "bucket_mb=0"),
+        (lambda: plan(small(), {"dp": 2}, "zero1", bucket_mb=1, wrap=[]), "leave out bucket_mb"),
         (lambda: plan(small(), {}), "no axes"),
         (lambda: plan(small(), 8), "name each axis"),
         (lambda: plan(small(), (2, 2, 2)), "name each axis"),
@@ -321,10 +282,8 @@ def test_405_billion_parameters_over_4096_ranks() -> None:
 
 
 def test_whether_it_fits_is_known_where_the_memory_is() -> None:
-    for memory, fits, words in ((1 << 20, True, "fits 1.00 MiB"), (9, False, "does not fit 9 B")):
-        made = plan(small(), {"dp": 2}, memory=memory)
-        assert made.fits is fits and str(made).startswith(words)
-    assert plan(small(), {"dp": 2}).fits is None
+    for memory, fits in ((1 << 20, True), (9, False), (None, None)):
+        assert plan(small(), {"dp": 2}, memory=memory).fits is fits
 
 
 def test_a_plan_reads_as_text() -> None:
@@ -334,7 +293,7 @@ def test_a_plan_reads_as_text() -> None:
         "hsdp over dp_outer=2 x dp=2 (4 ranks), muon, 2 microbatches",
         "Bytes per rank",
         "all_reduce over dp_outer (2 ranks)",
-        "Newton-Schulz",
+        "Matrix optimizer: ",
         "layers.0 and 2 alike",
         "ranks 0, 2 | ",
     ):
@@ -355,16 +314,12 @@ def test_strips_are_to_scale_and_hold_every_row_once() -> None:
 
 def test_names_of_strategies_and_sizes() -> None:
     assert strategy_name(sw.hfsdp()) == "hfsdp"
-    r, p, s = sw.Replicate(), sw.Partial(), sw.Shard()
-    unnamed = sw.Placements(compute=[r, r], grad=[p, s], main=[s, s])
-    assert strategy_name(unnamed) == str(unnamed)
     assert parse_size("80GiB") == 80 << 30 and parse_size("1.5 MB") == 1_500_000
     assert parse_size(4096) == 4096 == parse_size("4096B")
     assert size_text(1536) == "1.50 KiB" and count_text(8_030_261_248) == "8.03B"
     for wrong in ("80 apples", "-4GiB", "", "GiB"):
         with pytest.raises(ValueError, match="no amount of memory"):
             parse_size(wrong)
-    assert str(Mesh.of({"dp_outer": 2, "dp": 4})) == "dp_outer=2 x dp=4"
     assert Mesh.of((2, 4)) == Mesh.of({"dp_outer": 2, "dp": 4}) and Mesh.of([4]).names == ("dp",)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks import models as bench
-from benchmarks import plan_memory
 from benchmarks.report import RESULTS
-from shardwise.cli import run
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.moe import mixtures_of
 from shardwise.planning.activations import Follower
 from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
-from shardwise.words import count_text
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
 SMALL = GPTConfig(dim=64, num_layers=3, num_heads=2, hidden_dim=128, vocab_size=512, context=64)
@@ -60,13 +55,6 @@ def test_the_peak_is_what_an_h200_measured(ranks: int, title: str) -> None:
         model = Scored(config)
     made = plan(model, {"dp": ranks}, precision=BF16, batch=(config.batch, config.length))
     assert made.total / 2**30 == pytest.approx(recorded(title), rel=0.005)
-
-
-def test_the_benchmark_of_peaks_predicts_without_a_gpu(tmp_path: Path) -> None:
-    plan_memory.main(["--tiny", "--out", str(tmp_path)])
-    (table,) = json.loads(next(tmp_path.glob("*-tiny.json")).read_text())["tables"]
-    none, block = (row["activations"] for row in table["rows"])
-    assert none > block > 0
 
 
 # ------------------------------------------------------------------------------ by hand
@@ -140,53 +128,3 @@ def test_the_optimizers_step_may_be_the_highest_moment() -> None:
     without = plan(gpt(), {"dp": 1}, optimizer="adamw", batch=(1, 8), precision=BF16)
     assert few.followed is not None and without.followed is not None
     assert few.followed > without.followed
-
-
-# ------------------------------------------------------------------------------ the command
-
-
-RECIPES = """
-from torch import nn
-from shardwise.models.gpt_config import GPTConfig
-from shardwise.train.config import TrainConfig
-
-SMALL = GPTConfig(dim=32, num_layers=2, num_heads=2, context=32)
-
-def build(config):
-    return nn.Sequential(nn.Embedding(config.model.vocab_size, 8), nn.Linear(8, 257))
-
-def own():
-    return TrainConfig(module=__file__ + ":build")
-
-def groups():
-    return TrainConfig(model=SMALL, strategy="hsdp", replicas=4)
-
-def pieces():
-    return TrainConfig(model=SMALL, tokenizer="bpe:900")
-"""
-
-
-def test_a_recipe_is_planned_as_it_is_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text(RECIPES)
-    small = GPTConfig(dim=32, num_layers=2, num_heads=2, context=32, vocab_size=900)
-    for recipe, words in {
-        "own": "4.37K parameters, zero3",
-        "groups": "hsdp over dp_outer=4 x dp=2",
-        "pieces": f"{count_text(small.num_parameters)} parameters",
-    }.items():
-        assert run(["plan", f"{tmp_path}/mine.py:{recipe}"]) == 0
-        assert words in (said := capsys.readouterr().out), said
-
-
-def test_what_cannot_be_followed_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be neither wrapped nor real"):
-        plan(GPT(SMALL), {"dp": 2}, batch=(1, 8))
-    with pytest.raises(ValueError, match=r"batch=\(0, 8\).*1 or more"):
-        plan(gpt(), {"dp": 2}, batch=(0, 8))
-    spread = gpt(num_experts=4)
-    for layer in mixtures_of(spread):
-        layer.keep_share(2)
-    with pytest.raises(ValueError, match="rows without values cannot be routed"):
-        plan(spread, {"dp": 2}, batch=(1, 8))

@@ -44,66 +44,38 @@ def profiles() -> list[dict[str, Any]]:
     return [profile for profile, _ in run_ranks(record, 2, 3)]
 
 
-def test_every_unit_computes_forward_then_backward(profiles: list[dict[str, Any]]) -> None:
+def test_a_recorded_step_is_what_happened(profiles: list[dict[str, Any]]) -> None:
     for profile in profiles:
-        names = [
-            span["name"]
-            for span in profile["spans"]
-            if span["lane"] == "compute" and not span.get("library")
-        ]
-        order = [name for position, name in enumerate(names) if name not in names[:position]]
+        spans = profile["spans"]
+        lanes = {lane: [s for s in spans if s["lane"] == lane] for lane in streams_of(spans)}
+        own = [span["name"] for span in lanes["compute"] if not span.get("library")]
+        order = list(dict.fromkeys(own))
         expected = [f"forward layers.{number}" for number in range(3)]
         expected += [f"backward layers.{number}" for number in (2, 1, 0)]
         assert [name for name in order if "layers" in name] == expected
-        assert "loss" in order and order.index("loss") == order.index("backward Model") - 1
-        assert sum(span["lane"] == "optimizer" for span in profile["spans"]) == 1
-
-
-def test_every_collective_has_a_begin_and_a_true_end(profiles: list[dict[str, Any]]) -> None:
-    for profile in profiles:
-        gathers = [span for span in profile["spans"] if span["lane"] == "gather"]
-        reductions = [span for span in profile["spans"] if span["lane"] == "reduce"]
-        assert len(gathers) == 7 and len(reductions) == 4
-        for span in (*gathers, *reductions):
-            assert 0 <= span["begin"] < span["end"] <= profile["seconds"]
-            assert span["nbytes"] > 0
-
-
-def test_spans_of_the_compute_lane_never_overlap(profiles: list[dict[str, Any]]) -> None:
-    for profile in profiles:
-        spans = sorted(
-            (span["begin"], span["end"]) for span in profile["spans"] if span["lane"] == "compute"
-        )
-        assert len(spans) > 20
-        for (_, end), (begin, _) in pairwise(spans):
-            assert begin >= end - 1e-6
-
-
-def test_exposed_time_is_the_union_of_waits(profiles: list[dict[str, Any]]) -> None:
-    for profile in profiles:
+        assert order.index("loss") == order.index("backward Model") - 1
+        assert [len(lanes[one]) for one in ("gather", "reduce", "optimizer")] == [7, 4, 1]
+        for span in (*lanes["gather"], *lanes["reduce"]):
+            assert 0 <= span["begin"] < span["end"] <= profile["seconds"] and span["nbytes"] > 0
+        busy = sorted((span["begin"], span["end"]) for span in lanes["compute"])
+        assert all(begin >= end - 1e-6 for (_, end), (begin, _) in pairwise(busy))
         waits = merged([(begin, end) for begin, end, _ in profile["stalls"]])
         total = sum(end - begin for begin, end in waits)
         assert total == pytest.approx(profile["exposed_seconds"], abs=1e-5)
         assert 0 < profile["exposed"] == profile["exposed_seconds"] / profile["seconds"] < 1
-        assert any("all_gather over axis 'dp'" in reason for _, _, reason in profile["stalls"])
-
-
-def test_bytes_add_up_to_what_rests(profiles: list[dict[str, Any]]) -> None:
-    for profile in profiles:
         start = profile["memory"]["start"]  # other tests' models may rest in the same process
-        held = dict(start)
-        assert held["main"] > 0
-        highest = dict(held)
-        times = [at for at, _, _ in profile["memory"]["changes"]]
-        assert times == sorted(times) and times[-1] <= profile["seconds"]
+        held, highest = dict(start), dict(start)
         for _, kind, nbytes in profile["memory"]["changes"]:
             held[kind] = held.get(kind, 0) + nbytes
             highest[kind] = max(highest.get(kind, 0), held[kind])
-            assert held[kind] >= 0
         for kind in ("compute", "grad_transient"):
-            assert held[kind] == start.get(kind, 0), kind
+            assert held[kind] == start.get(kind, 0) < highest[kind], kind
         assert held["grad"] > start.get("grad", 0)  # zero_grad comes after the recording
-        assert highest["compute"] > 0 and highest["grad_transient"] > 0
+    assert json.loads(json.dumps(profiles[0])) == profiles[0]
+
+
+def streams_of(spans: list[dict[str, Any]]) -> set[str]:
+    return {span["lane"] for span in spans}
 
 
 def test_recording_changes_no_bit() -> None:
@@ -112,10 +84,6 @@ def test_recording_changes_no_bit() -> None:
         plain = run_ranks(record, 2, stage, -1)
         assert [losses for _, losses in watched] == [losses for _, losses in plain]
         assert all(profile for profile, _ in watched) and not any(profile for profile, _ in plain)
-
-
-def test_a_profile_is_json(profiles: list[dict[str, Any]]) -> None:
-    assert json.loads(json.dumps(profiles[0])) == profiles[0]
 
 
 def test_two_recordings_at_once_are_refused_and_leave_nothing_behind() -> None:

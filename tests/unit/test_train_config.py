@@ -6,10 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -22,7 +20,7 @@ import torch
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
-from shardwise.train import logs, run
+from shardwise.train import run
 from shardwise.train.config import TrainConfig
 from shardwise.train.logs import Console, EventFile, Events, peak_flops
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
@@ -120,37 +118,30 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         TrainConfig(model=GPTConfig(dim=100, num_heads=3))
 
 
-def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
-    config = TrainConfig(strategy="hsdp", replicas=2)
-    assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2}
-    with pytest.raises(ValueError, match=r"3 ranks cannot form 2 replicas.*divisor of 3"):
-        config.mesh_shape(3)
-    with pytest.raises(ValueError, match="replicas=2 works with hsdp"):
-        dataclasses.replace(config, strategy="zero3").mesh_shape(4)
-
-
-def test_a_batch_that_cannot_be_cut_names_the_nearest() -> None:
-    config = TrainConfig(batch=32, microbatches=2)
-    assert config.share(2) == 8
-    with pytest.raises(ValueError, match="3 ranks x 2 microbatches: use --batch 30 or 36"):
-        config.share(3)
+def test_what_does_not_fit_the_ranks_names_the_fix() -> None:
+    config = TrainConfig(strategy="hsdp", replicas=2, batch=32, microbatches=2)
+    assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2} and config.share(2) == 8
+    flat = dataclasses.replace(config, strategy="zero3")
+    for call, said in (
+        (lambda: config.mesh_shape(3), "divisor of 3"),
+        (lambda: flat.mesh_shape(4), "replicas=2"),
+        (lambda: config.share(3), "--batch 30 or 36"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
 
 
 def test_learning_rates_rise_stay_and_fall() -> None:
-    config = TrainConfig(steps=100, warmup=10, decay=0.5)
-    factors = [config.factor(step) for step in range(101)]
-    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[50]
-    assert factors[75] == pytest.approx(0.5) and factors[100] == 0.1
-    assert all(low <= high for low, high in itertools.pairwise(factors[:10]))
-
-
-def test_a_cosine_falls_from_the_warmup_to_its_end() -> None:
-    config = TrainConfig(steps=110, warmup=10, schedule="cosine", final=0.2)
-    factors = [config.factor(step) for step in range(111)]
-    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
-    assert factors[60] == pytest.approx(0.6) and factors[110] == pytest.approx(0.2)
-    assert all(high >= low for high, low in itertools.pairwise(factors[10:]))
-    assert dataclasses.replace(config, schedule="wsd", decay=1.0, final=0.0).factor(55) == 0.5
+    wsd = TrainConfig(steps=100, warmup=10, decay=0.5)
+    cosine = TrainConfig(steps=110, warmup=10, schedule="cosine", final=0.2)
+    for config, wanted in (
+        (wsd, {0: 0.1, 9: 1.0, 50: 1.0, 75: 0.5, 100: 0.1}),
+        (cosine, {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.6, 110: 0.2}),
+        (dataclasses.replace(wsd, steps=110, decay=1.0, final=0.0), {55: 0.5}),
+    ):
+        assert {s: pytest.approx(config.factor(s)) for s in wanted} == wanted
+    assert not wsd.unreached and not dataclasses.replace(wsd, steps=10, decay=0.0).unreached
+    assert "warmup=30" in dataclasses.replace(wsd, steps=20, warmup=30).unreached
 
 
 def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
@@ -208,25 +199,18 @@ class Deaf:
 def test_logging_never_ends_a_run_and_says_why_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
     deaf, good = Deaf(), EventFile(tmp_path / "events.jsonl")
     with contextlib.ExitStack() as open_files:
-        nobody = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
         full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
-        for file in (nobody, full):
-            open_files.callback(file.buffer.close)
-        consoles = [Console(4, stream=nobody), Console(4, stream=full)]
-        events = Events([EventFile(Path("/dev/full")), deaf, *consoles, good])
+        open_files.callback(full.buffer.close)
+        sinks: list[Any] = [EventFile(Path("/dev/full")), deaf, Console(4, stream=full), good]
+        events = Events(sinks)
         for step in range(1, 5):
             events(**{**step_event(step), "time": 0})
         events.close()
     assert deaf.heard == 4, "it may come back"
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
-    said = [record.message for record in caplog.records]
-    assert len(said) == 4 and all("the run continues" in text for text in said), said
-    assert "/dev/full cannot be written" in said[0] and "the tracker" in said[1]
-    assert "the console" in said[2] and "No space left" in said[3]
+    assert len(caplog.records) == 3, "each once"
 
 
 def test_an_event_file_on_a_disk_that_fills_and_empties_loses_lines_only(
@@ -255,46 +239,26 @@ def step_event(step: int) -> dict[str, object]:
     return {"kind": "step", "step": step, **figures, **rest}
 
 
-def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
+def test_the_console_prints_thirty_lines_of_steps() -> None:
     stream = io.StringIO()
     console = Console(60, stream=stream)
     for step in range(1, 61):
         console.log(step_event(step))
-    console.log({"kind": "eval", "step": 60, "loss": 1.0, "bits_per_byte": 1.44})
     console.log({"kind": "skip", "step": 61, "grad_norm": "nan", "gradients": ["a.weight"]})
-    console.close()
+    console.log({"kind": "receipt", "step": 2, "differences": "peak: 3"})
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 33 and "\x1b" not in stream.getvalue()
-    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  12.3K tok/s  25% mfu")
-    assert "1.50 GiB  norm 0.50" in lines[1] and "left" in lines[1]
-    assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
-    assert "'a.weight'" in lines[-1]
+    assert len(lines) == 33 and "step  2/60  loss 2.000" in lines[1] and "25% mfu" in lines[1]
+    assert "'a.weight'" in lines[-2] and lines[-1].endswith("peak: 3")
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12), ("NVIDIA H200", 989e12)],
+    ("name", "peak"), [("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12), ("a new one", None)]
 )
 def test_a_gpu_is_known_by_its_whole_name(
-    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak_flops.cache_clear()
-    assert logs.peak_flops(torch.device("cuda")) == peak
-    peak_flops.cache_clear()
-
-
-def test_the_console_says_once_what_stays_bf16() -> None:
-    stream = io.StringIO()
-    kept = {"read by RMSNorm, not only by linears": ["norm.weight"]}
-    weights = {"format": "mxfp8", "stored": 28, "parameters": 47, "share": 0.923, "kept": kept}
-    corpus = {"name": "text", "text": "1M tokens", "sha256": "0" * 64}
-    model = {"parameters": 10**6, "text": "4 layers"}
-    event = {"kind": "run", "corpus": corpus, "model": model, "world_size": 2, "device": "cpu"}
-    Console(3, stream=stream).log(event | {"strategy": "zero3", "out": ".", "weights": weights})
-    said = stream.getvalue()
-    assert "28 of 47 parameters in mxfp8, 92.3 % of all elements" in said
-    assert "norm.weight: read by RMSNorm, not only by linears" in said
+    assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
 
 
 def test_wrong_words_get_one_line_that_says_what_to_type(
@@ -328,14 +292,3 @@ def test_wrong_words_get_one_line_that_says_what_to_type(
             cli.run(words.split())
         err = " ".join(capsys.readouterr().err.replace("│", "").split())
         assert all(name in err for name in ("'zero0'", "'zero3'", "'hfsdp'")), err
-
-
-@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
-def test_rates_that_never_come_near_what_was_asked_for_are_told(schedule: Any) -> None:
-    def told(**values: Any) -> str:
-        return TrainConfig(schedule=schedule, **values).unreached
-
-    assert not told() and not told(steps=10, warmup=0) and not told(steps=1000, decay=1.0)
-    assert not told(steps=10, warmup=10, decay=0.0), "the last step has the whole rate"
-    assert "rise for warmup=30 of steps=20" in told(steps=20, warmup=30)
-    assert bool(told(steps=12, warmup=10)) == (schedule == "wsd"), "the decay begins before"

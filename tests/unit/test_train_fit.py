@@ -150,13 +150,10 @@ def problem(config: TrainConfig, ranks: int, memory: float) -> str | None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_starts_on_three_machines_without_a_flag(name: str) -> None:
-    """A recipe that fits 24 GB fits an H200; eight ranks are a plan of their own. (The two variants
-    of gpt_1b: one where there are nodes, the other where codes are most of a rank.)"""
-    only = {"gpt_1b_nodes": MACHINES[2:], "gpt_1b_mxfp8": MACHINES[:1]}
+    """A recipe that fits 24 GB fits an H200; eight ranks are a plan of their own."""
     for ranks, memory in MACHINES[::2]:
         assert RECIPES[name]().share(ranks) > 0 and RECIPES[name]().mesh_shape(ranks)
-        if (ranks, memory) in only.get(name, MACHINES):
-            assert problem(RECIPES[name](), ranks, memory) is None, ranks
+        assert problem(RECIPES[name](), ranks, memory) is None, ranks
 
 
 def test_a_recipe_that_does_not_start_is_seen() -> None:
