@@ -149,7 +149,7 @@ def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """``tensor``, which has new memory, counted in the ledger as long as the memory is alive."""
     entry = _Counted(kind, tensor)
     entry.set(tensor.nbytes)
-    weakref.finalize(tensor.untyped_storage(), entry.set, 0).atexit = False
+    tensor.untyped_storage()._shardwise_entry = entry  # type: ignore[attr-defined]
     return tensor
 
 

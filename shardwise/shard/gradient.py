@@ -69,6 +69,7 @@ class Gradients:
         self._keep = False
         self._wanted: set[int] = set()  # the gradients that this backward was asked for
         self.missing: set[int] = set()  # those of them that it has not brought yet
+        self.missing_elements = 0  # of these
         self.delayed: set[int] = set()  # what kernels will write later, perhaps after backward
         self.late = False  # whether forwards say that some gradients will be delayed
         self.has_unpacked = False  # whether autograd has left gradients on the leaves
@@ -141,7 +142,7 @@ class Gradients:
         self._final, self.unused = last, unused
         self._to_main = sync and (last or not self._waits)
         self._keep = not sync or (self._nothing_inside and not last)
-        self._wanted, self.missing = set(), set()
+        self._wanted, self.missing, self.missing_elements = set(), set(), 0
         self.expect()
 
     def expect(self) -> None:
@@ -150,10 +151,7 @@ class Gradients:
             if index not in self._wanted and self.unsharded[index].requires_grad and will_run(node):
                 self._wanted.add(index)
                 self.missing.add(index)
-
-    @property
-    def missing_elements(self) -> int:
-        return sum(self.layout.items[index].numel for index in self.missing)
+                self.missing_elements += self.layout.items[index].numel
 
     def is_wanted(self, index: int) -> bool:
         """Whether the backward that runs now (perhaps that of a reentrant checkpoint) brings this
@@ -433,7 +431,7 @@ class Gradients:
             GRAD.__set__(leaf, None)
             leaf._added = False
         self._flat, self._views, self._waiting = None, [], None
-        self.missing, self.delayed, self.written = set(), set(), set()
+        self.missing, self.delayed, self.written, self.missing_elements = set(), set(), set(), 0
         self._seen, self.has_unpacked = [False] * len(self._seen), False
         self.main.waiting = set()
 
@@ -442,9 +440,11 @@ def _brought(reference: weakref.ref[Gradients], index: int, *_: Any) -> None:
     """Autograd has brought the gradient of one parameter, complete for this backward."""
     gradients = reference()
     if gradients is not None:
-        gradients.has_unpacked, missing = True, gradients.missing
-        missing.discard(index)
-        if len(missing) < 8 and gradients.missing_elements <= gradients.one_more:
+        gradients.has_unpacked = True
+        if index in gradients.missing:
+            gradients.missing.remove(index)
+            gradients.missing_elements -= gradients.layout.items[index].numel
+        if gradients.missing_elements <= gradients.one_more:
             gradients.arrived()  # else there is nothing to do yet
 
 
