@@ -35,16 +35,12 @@ MODELS = {
         GPTConfig(num_layers=6, width=4096, num_heads=32, hidden=14336, batch=4, length=4096),
         "6 x 4096, SwiGLU 14336, 4 x 4096 tokens",
     ),
-    "0.48B": (
-        GPTConfig(num_layers=12, width=1600, num_heads=25, hidden=4352, batch=16, length=2048),
-        "12 x 1600 (25 heads), SwiGLU 4352, 16 x 2048 tokens",
-    ),
     "0.22B": (
         GPTConfig(num_layers=12, width=1024, num_heads=16, hidden=2816, batch=16, length=2048),
         "12 x 1024, SwiGLU 2816, 16 x 2048 tokens",
     ),
 }
-WIDTHS = ("0.48B", "0.22B")  # narrower models: where fp8 still wins
+WIDTHS = ("0.22B",)  # a narrower model: where fp8 still wins
 TINY = GPTConfig(num_layers=2, width=128, num_heads=2, hidden=256, vocab=256, batch=2, length=64)
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"weights": "bf16"},
