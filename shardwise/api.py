@@ -20,8 +20,8 @@ from shardwise.optim.split import Split
 from shardwise.planning.plan import plan
 from shardwise.precision import Precision
 from shardwise.precision.fp8_swiglu import swiglu_mlp
+from shardwise.report.describe import describe, find_nonfinite, parameter_norms
 from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, mark_written

@@ -170,13 +170,6 @@ class Cut:
     division: Division | None = None  # between replicas: see :meth:`divided`
     tile: Tile | None = None  # None: the item is the whole tensor
 
-    def __post_init__(self) -> None:
-        """Wrapping has refused wrong placements, meshes and layouts already, by name."""
-        assert len(self.sharded) == self.mesh.ndim, "one entry per axis"
-        assert list(self.sharded) == sorted(self.sharded), "a rank's part is one range"
-        assert self.layout.num_shards % self._num_runs == 0, "as many shards for every rank"
-        assert self.mesh.get_coordinate() is not None, "this rank is in the mesh"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         return self  # a value, and its mesh can't be copied
 

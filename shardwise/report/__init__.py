@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run, and the recording of one step."""
+"""The page of a run, the recording of one step, and what a wrapped model holds."""

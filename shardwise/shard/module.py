@@ -9,7 +9,6 @@ reason.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -265,21 +264,17 @@ REFUSED = (
 )
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name}: sw.comm issues all collectives, and memory comes and goes by resizing "
-            f"storages. Choose the communicator by the mesh (DeviceMesh.from_group), give "
-            f"reductions their own with set_separate_reduce_scatter_group(), and express an outer "
-            f"reduction as a mesh axis (placements=sw.hsdp())"
-        )
-
-    method = getattr(FSDPModule, name, None)  # not in every torch that we support
-    return refused if method is None else functools.wraps(method)(refused)
+def _refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{', '.join(REFUSED)}: sw.comm issues all collectives, and memory comes and goes by "
+        f"resizing storages. Choose the communicator by the mesh (DeviceMesh.from_group), give "
+        f"reductions their own with set_separate_reduce_scatter_group(), and express an outer "
+        f"reduction as a mesh axis (placements=sw.hsdp())"
+    )
 
 
 for _name in REFUSED:
-    setattr(ShardedModule, _name, _refusal(_name))
+    setattr(ShardedModule, _name, _refused)
 
 
 def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.core import comm
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.keys import indexed_keys
-from shardwise.moe.layer import mixtures_of
+from shardwise.moe.spread import gather_experts, spread_linears
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -39,7 +38,7 @@ def full_state_dict(
     dictionary. Tied parameters are one tensor, as in the state dict of a plain model.
     """
     keep = not only_first_rank or torch.distributed.get_rank() == 0
-    spread = _spread_linears(model)
+    spread = spread_linears(model)
     result: dict[str, Any] = {}
     first_names: dict[int, str] = {}  # by the id of the local tensor, to find tied parameters
     for name, value in model.state_dict().items():
@@ -55,51 +54,13 @@ def full_state_dict(
             value = value.full_tensor()
         entries = {name: value}
         if path in spread and isinstance(value, Tensor):
-            entries = _gather_experts(name, last, value, *spread[path])
+            entries = gather_experts(name, last, value, *spread[path])
         for key, entry in entries.items() if keep else ():
             if isinstance(entry, Tensor):
                 # Copy tensors that were not gathered: training will change the original.
                 entry = entry.detach().to(device or entry.device, copy=not sharded)
             result[clean(key)] = entry
     return result
-
-
-def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axis]]:
-    """The linears whose experts are spread over ranks, by name, with the axis of these ranks."""
-    axes = {
-        linear: mixture.axis
-        for mixture in mixtures_of(model)
-        for linear in (mixture.experts.fc1, mixture.experts.fc2)
-    }
-    spread = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, GroupedLinear) and module.is_spread:
-            axis = axes.get(module)
-            if axis is None:
-                raise ValueError(
-                    f"'{name}' has {module.num_experts} of {module.total_experts} experts, and "
-                    f"the ranks that have the others are not known: spread the experts with "
-                    f"MixtureOfExperts.spread(axis), or save with sw.save"
-                )
-            spread[name] = module, axis
-    return spread
-
-
-def _gather_experts(
-    name: str, last: str, value: Tensor, linear: GroupedLinear, axis: comm.Axis
-) -> dict[str, Tensor]:
-    """A tensor of a linear from all ranks: one stack of experts, or one entry for each expert."""
-    value = value.detach().contiguous()
-    gathered = value.new_empty(axis.size, *value.shape)
-    comm.all_gather(gathered.view(-1), value.view(-1), axis).wait()
-    if last in linear.layouts:
-        return {name: gathered.flatten(0, 1)}
-    kind = last.rstrip("0123456789")
-    index, stem = int(last[len(kind) :]), name[: len(name) - len(last)]
-    return {
-        f"{stem}{kind}{rank * linear.num_experts + index}": part
-        for rank, part in enumerate(gathered)
-    }
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:

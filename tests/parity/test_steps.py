@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.core import comm
 from shardwise.core.agreement import all_ranks
 from shardwise.optim.gradients import NonFiniteGradient
-from shardwise.shard.diagnose import find_nonfinite, parameter_norms
+from shardwise.report.describe import find_nonfinite, parameter_norms
 from tests.models import (
     STRATEGIES,
     Model,

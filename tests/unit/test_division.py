@@ -88,17 +88,3 @@ def test_a_buffer_in_even_parts_is_reduced_from_few_spans() -> None:
     assert shares.divided == [(0, 4000), (4100, 10100)]
     assert shares.mine == [(6500, 6532)] and shares.even
     assert found[1] == Evenly(512, (32,), (4000,))
-
-
-def test_parts_are_equal_if_nothing_but_the_end_is_padded() -> None:
-    for sizes, even in {
-        (64, 64, 64): True,
-        (64, 64, 50): True,
-        (64, 50, 64): False,
-        (64, 60, 60): False,
-        (64, 64, 0): True,
-        (0, 64, 64): False,
-        (16, 0, 0): True,
-        (0, 0, 0): True,
-    }.items():
-        assert equal_parts(sizes) == even, sizes

@@ -34,14 +34,6 @@ def test_the_ledger_counts_by_kind_and_remembers_the_highest() -> None:
     assert books.peak_total == 60 and books.peak["grad"] == 60 and books.peak["main"] == 0
 
 
-def test_watchers_are_told_of_every_change() -> None:
-    books, seen = Ledger(), []
-    books.watchers.append(lambda kind, nbytes: seen.append((kind, nbytes)))
-    books.add("main", 3)
-    books.add("main", -3)
-    assert seen == [("main", 3), ("main", -3)]
-
-
 def test_a_block_is_counted_while_it_has_memory_and_no_longer() -> None:
     gc.disable()
     try:
@@ -62,16 +54,6 @@ def test_a_block_is_counted_while_it_has_memory_and_no_longer() -> None:
 def test_a_block_on_the_meta_device_counts_nothing() -> None:
     block = Block(10, torch.float32, torch.device("meta"), "meta")
     assert bytes_of("meta") == 0 and block.nbytes == 40
-
-
-def test_a_block_takes_the_memory_and_keeps_the_tensor_and_its_views() -> None:
-    block = Block(SIZE, torch.float32, CPU, "test")
-    view = block.tensor[16:32].view(4, 4)
-    block.release()
-    assert block.tensor.untyped_storage().nbytes() == 0
-    block.acquire()
-    block.tensor.copy_(torch.arange(SIZE))
-    assert torch.equal(view.flatten(), torch.arange(16.0, 32.0))
 
 
 def test_a_release_and_refill_is_no_change_to_autograd() -> None:

@@ -57,13 +57,6 @@ def test_ranks_share_gpus_and_each_is_a_host_to_nccl() -> None:
     assert [variables for *_, variables in found] == [sockets] * 4
 
 
-def test_a_rank_alone_on_its_gpu_prepares_for_the_others() -> None:
-    """Three ranks on two GPUs: rank 1 has its own GPU, and meets the others over sockets."""
-    found = run_ranks(take_a_gpu, 3, ["a", "b"], {})
-    assert [(number, count) for number, count, _ in found] == [(0, 2), (1, 2), (0, 2)]
-    assert all(variables["NCCL_NET"] == "Socket" for *_, variables in found)
-
-
 def test_what_the_user_has_set_stays() -> None:
     given = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_MAX_NCHANNELS": "8"}
     for _, _, variables in run_ranks(take_a_gpu, 2, ["a"], given):

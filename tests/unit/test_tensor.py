@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.core.layout import ELEMENT, ROW, Grain, Item, plan
-from shardwise.core.mesh import Ranks
-from shardwise.core.tensor import Cut, ShardedTensor
+from shardwise.core.layout import ELEMENT, ROW, Grain
+from shardwise.core.tensor import ShardedTensor
 from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
     CASES,
@@ -34,7 +33,6 @@ from tests.worlds import (
     check,
     full_of,
     full_tensors,
-    mesh_of,
     run_case,
 )
 
@@ -71,33 +69,6 @@ def test_full_tensor_is_right_for_every_parameter(case: tuple[Any, ...]) -> None
         # no empty comparison: the cases must contain what makes this hard
         rows = {hi - lo for piece in pieces for lo, hi in piece}
         assert 0 in rows and len(rows) > 2
-
-
-def check_order_of_axes(rank: int, world_size: int) -> tuple[int, ...]:
-    world = World((2, 2), (True, True), 1, ROW)
-    assert world.cuts[0].ranks.coordinate == (rank // 2, rank % 2)
-    return (world.cuts[0].shard_index, *world.cuts[3].piece)
-
-
-def test_inner_axis_is_the_major_one() -> None:
-    results = run_ranks(check_order_of_axes, 4)
-    assert [result[0] for result in results] == [0, 2, 1, 3]
-    pieces = sorted(result[1:] for result in results)
-    assert pieces[0][0] == 0 and sum(hi - lo for lo, hi in pieces) == 450
-
-
-@on_ranks(2)
-def test_construction_is_checked(rank: int, world_size: int) -> None:
-    world = World((2,), (True,), 1, ROW)
-    cut = world.cuts[0]
-    with pytest.raises(ValueError, match=r"'wide'.*pass a tensor of shape"):
-        ShardedTensor(torch.zeros(99), cut)
-    with pytest.raises(AssertionError, match="one entry per axis"):
-        Cut(world.layout, 0, Ranks(world.mesh), (True, True))
-    with pytest.raises(AssertionError, match="one range"):
-        Cut(world.layout, 0, Ranks(mesh_of((2, 1))), (True, False))
-    with pytest.raises(AssertionError, match="as many shards"):
-        Cut(plan((Item("a", (4, 4)),), 3), 0, Ranks(world.mesh), (True,))
 
 
 # ---------------------------------------------------------------------- modules
