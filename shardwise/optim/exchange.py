@@ -138,7 +138,6 @@ class Exchange:
             self.matrices,
             shards.size if shards is not None else 1,
             replicas.size if replicas is not None else 1,
-            result_width=results.itemsize,
         )
         # By matrix: the parts [lo, hi) that this rank stores. Matrices that are cut alike share
         # one tuple of pieces, which is filtered once.

@@ -251,7 +251,7 @@ def test_neighbours_for_one_peer_are_one_span_if_they_are_of_one_shape() -> None
 def test_narrow_results_make_whole_matrices_cheaper_for_replicas() -> None:
     """8 matrices for 12 replicas: by matrix, most of what a replica receives is results."""
     matrices = llama({"a": (8, 8)}, 8, 1)
-    found = [evenly_is_cheaper(assign_owners(matrices, 1, 12, result_width=w)) for w in (4, 2)]
+    found = [evenly_is_cheaper(assign_owners(matrices, 1, 12), width) for width in (4, 2)]
     assert found == [True, False]
 
 
