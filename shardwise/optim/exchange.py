@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,21 +71,17 @@ Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
 Compute = Callable[[list[Batch]], list[Tensor]]
 
 
-class _Leg:
-    """One all-to-all of a round: the parts that this rank sends and receives, by peer. Its own are
-    among them. Without an axis there are no others, and nothing moves."""
+class _Leg(NamedTuple):
+    """One all-to-all of a round, in elements by peer; what a rank keeps is among them. Without an
+    axis there are no other ranks, and nothing moves."""
 
-    def __init__(
-        self, axis: comm.Axis | None, sends: Iterable[Part], receives: Iterable[Part]
-    ) -> None:
-        self.axis, size = axis, 1 if axis is None else axis.size
-        # Sender and receiver both sort by peer, then by matrix.
-        self.sends, self.receives = sorted(sends), sorted(receives)
-        self.send_sizes, self.receive_sizes = [0] * size, [0] * size
-        if axis is not None:
-            for sizes, parts in (self.send_sizes, self.sends), (self.receive_sizes, self.receives):
-                for peer, _, lo, hi in parts:
-                    sizes[peer] += hi - lo
+    axis: comm.Axis | None
+    send_sizes: list[int]
+    receive_sizes: list[int]
+
+    @property
+    def back(self) -> _Leg:
+        return _Leg(self.axis, self.receive_sizes, self.send_sizes)
 
 
 @dataclass(eq=False)
@@ -92,26 +89,20 @@ class _Round:
     """Matrices that are exchanged and computed together, from the view of one rank.
 
     The order of the spans: first those that this replica computes, in the order in which they are
-    sent to owners; then those that other replicas compute, in the order in which they arrive.
+    sent to owners; then those that other replicas compute, in the same order, replica by replica.
     """
 
     spans: list[Span]
     num_mine: int  # spans whose matrices this replica computes
+    received: list[Part]  # the parts of the matrices that this rank computes, as they arrive
     batches: list[tuple[tuple[int, int], list[Key]]]  # (shape, matrices that this rank computes)
     to_owners: _Leg
-    back: _Leg
     to_replicas: _Leg | None
 
     @cached_property
     def lengths(self) -> list[int]:
         """The elements of each span."""
         return [span.numel for span in self.spans]
-
-    @cached_property
-    def by_matrix(self) -> list[int]:
-        """The numbers of the spans that this replica computes, in the order of their matrices, in
-        which they are sent to other replicas."""
-        return sorted(range(self.num_mine), key=lambda number: self.spans[number].matrix)
 
 
 class Exchange:
@@ -164,23 +155,24 @@ class Exchange:
         members = [index for index in members if index not in self.excluded]
         computed = [index for index in members if owners[index][0] == self.replica]
         owned = [index for index in computed if owners[index][1] == self.rank]
+        # Sender and receiver both sort by peer, then by matrix.
+        sends = sorted((owners[n][1], n, lo, hi) for n in computed for lo, hi in stored[n])
+        pieces = ((rank, n, lo, hi) for n in owned for rank, lo, hi in self.matrices[n].pieces)
+        receives = sorted(pieces)
         remote = any(map(self.ownership.remote_pieces, computed))
-        sends = [(owners[n][1], n, lo, hi) for n in computed for lo, hi in stored[n]]
-        receives = [(rank, n, lo, hi) for n in owned for rank, lo, hi in self.matrices[n].pieces]
-        to_owners = _Leg(self.shards if remote else None, sends, receives)
-        to_replicas = None
+        to_owners = _Leg(None, [], [])
+        if self.shards is not None and remote:
+            size = self.shards.size
+            to_owners = _Leg(self.shards, _sizes(size, sends), _sizes(size, receives))
+        mine, elsewhere, to_replicas = self._spans(sends), [], None
         if self.replicas is not None:
-            peers = [peer for peer in range(self.replicas.size) if peer != self.replica]
-            shared = [(peer, *part[1:]) for peer in peers for part in sends]
-            missing = [
-                (owners[n][0], n, lo, hi)
-                for n in members
-                if owners[n][0] != self.replica
-                for lo, hi in stored[n]
-            ]
-            to_replicas = _Leg(self.replicas, shared, missing)
-        mine = self._spans(to_owners.sends)
-        elsewhere = self._spans(to_replicas.receives if to_replicas else [])
+            others = [n for n in members if owners[n][0] != self.replica]
+            missing = sorted((owners[n], n, lo, hi) for n in others for lo, hi in stored[n])
+            elsewhere, size = self._spans(missing), self.replicas.size
+            numel = sum(hi - lo for *_, lo, hi in sends)
+            leaving = [numel * (peer != self.replica) for peer in range(size)]
+            arriving = _sizes(size, ((owner[0], n, lo, hi) for owner, n, lo, hi in missing))
+            to_replicas = _Leg(self.replicas, leaving, arriving)
         batches: dict[tuple[tuple[int, int], int], list[Key]] = {}
         for index in owned:
             apart = self.apart[self.matrices[index].parameter] if self.apart else 0
@@ -189,13 +181,13 @@ class Exchange:
         return _Round(
             spans=mine + elsewhere,
             num_mine=len(mine),
+            received=receives,
             batches=[(shape, keys) for (shape, _), keys in batches.items()],
             to_owners=to_owners,
-            back=_Leg(to_owners.axis, receives, sends),
             to_replicas=to_replicas,
         )
 
-    def _spans(self, parts: Sequence[Part]) -> list[Span]:
+    def _spans(self, parts: Iterable[tuple[Any, int, int, int]]) -> list[Span]:
         """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose
         matrices have the same shapes, become one span where they travel in one buffer."""
         spans: list[Span] = []
@@ -269,23 +261,21 @@ class Exchange:
         del batches
         yield None
         # 4. Send the rows back to the ranks that store them.
-        values = [results[index][lo:hi] for _, index, lo, hi in round_.back.sends]
+        values = [results[index][lo:hi] for _, index, lo, hi in round_.received]
         if self.communicates:  # in one buffer, so that the whole matrices are freed
-            arrive = self._send(round_.back, self._joined(values))
+            arrive = self._send(round_.to_owners.back, self._joined(values))
             values = []
         del results
         yield None
         # 5. Wait for the results of this replica, and send them to the other replicas.
         if self.communicates:
-            values = list(arrive().split(lengths))
+            received = arrive()
+            values = list(received.split(lengths))
             del arrive
-        sent = self._empty(0)
-        if round_.to_replicas is not None:
-            parts = [values[number] for number in round_.by_matrix]  # the same for every replica
-            sent = self._joined(parts * (self.replicas.size - 1))  # type: ignore[union-attr]
-            del parts
-        arrive = self._send(round_.to_replicas, sent)
-        del sent
+        if round_.to_replicas is not None and self.replicas is not None:
+            sent = counted(received.repeat(self.replicas.size - 1), KIND)
+            arrive = self._send(round_.to_replicas, sent)
+            del sent, received
         yield None
         # 6. Wait for the results of other replicas.
         if round_.to_replicas is not None:
@@ -302,10 +292,10 @@ class Exchange:
                     whole[index] = slot.view(-1)
                 elif index not in whole:
                     whole[index] = self._empty(self.matrices[index].numel)
-        parts = [part[1:] for part in round_.to_owners.receives]
-        if parts:
-            targets = [whole[index][lo:hi] for index, lo, hi in parts]
-            torch._foreach_copy_(targets, list(received.split([hi - lo for _, lo, hi in parts])))
+        if parts := round_.received:
+            targets = [whole[index][lo:hi] for _, index, lo, hi in parts]
+            sizes = [hi - lo for *_, lo, hi in parts]
+            torch._foreach_copy_(targets, list(received.split(sizes)))
         for batch, keys in batches:
             for (index, number), slot in zip(keys, batch, strict=True):
                 matrix = self.matrices[index]
@@ -337,10 +327,10 @@ class Exchange:
             return torch.empty(0, dtype=self.results, device=self.device)
         return counted(torch.cat(list(parts)), KIND)
 
-    def _send(self, leg: _Leg | None, sent: Tensor) -> Callable[[], Tensor]:
+    def _send(self, leg: _Leg, sent: Tensor) -> Callable[[], Tensor]:
         """Start one all-to-all of exact sizes. The returned function waits for it, and returns the
         received parts one after another. It holds the sent memory until then."""
-        if leg is None or leg.axis is None:
+        if leg.axis is None:
             return lambda: sent
         received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
@@ -355,3 +345,11 @@ class Exchange:
             return received
 
         return arrive
+
+
+def _sizes(size: int, parts: Iterable[Part]) -> list[int]:
+    """The elements of each of so many peers."""
+    sizes = [0] * size
+    for peer, _, lo, hi in parts:
+        sizes[peer] += hi - lo
+    return sizes
