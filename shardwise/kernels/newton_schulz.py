@@ -65,57 +65,45 @@ def _is_hopper_or_later(device: torch.device) -> bool:
 # ------------------------------------------------------------------------------- in torch
 
 
-def iterate(matrices: Tensor, polynomial: Polynomial, dtype: torch.dtype | None = None) -> Tensor:
+def iterate(
+    matrices: Tensor,
+    polynomial: Polynomial,
+    dtype: torch.dtype | None = None,
+    *,
+    tall: bool | None = None,
+    reduced: Callable[[Tensor, str], Tensor] = lambda tensor, operation: tensor,
+) -> Tensor:
     """Orthogonalise ``[..., rows, cols]``, with products in ``dtype``; fp32 out (fp64 for fp64).
-    The definition of the kernels."""
+    The definition of the kernels.
+
+    Of blocks of matrices, ``tall`` says that they are rows, and ``reduced`` gives the "sum" of
+    Gram matrices, and the "max", over all blocks of a matrix."""
     wide = torch.promote_types(matrices.dtype, torch.float32)
-    tall = matrices.shape[-2] > matrices.shape[-1]
+    tall = matrices.shape[-2] > matrices.shape[-1] if tall is None else tall
     # Contiguous, because the rounding of products depends on the strides.
     x = (matrices.mT if tall else matrices).contiguous().to(wide)
     # A power of two scales exactly. Without it, squares of tiny gradients would be 0.
-    x = scaled(x, x.abs().amax(dim=(-2, -1)))
-    gram = x @ x.mT
-    bound = bound_of(gram, polynomial)
-    x, gram = (x / bound).to(dtype or wide), (gram / bound**2).to(dtype or wide)
-    x = iterate_gram(x, gram, polynomial)
-    return (x.mT if tall else x).to(wide).contiguous()
-
-
-def scaled(x: Tensor, largest: Tensor) -> Tensor:
-    """``x`` [..., m, n] times a power of two that brings its largest element near one."""
+    largest = reduced(x.abs().amax(dim=(-2, -1)), "max")
     exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists
-    return torch.ldexp(x, -exponent[..., None, None])
-
-
-def bound_of(gram: Tensor, polynomial: Polynomial) -> Tensor:
-    """A bound of the largest singular value of X, from its Gram [..., m, m]; 1 for zeros."""
+    x = torch.ldexp(x, -exponent[..., None, None])
+    gram = reduced(x @ x.mT, "sum")
+    # A bound of the largest singular value; 1 for zeros.
     if polynomial.norm == "schatten4":
         bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt()
     else:  # the trace of X X' is the sum of all squares
         bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None]
-    return torch.where(bound == 0, 1.0, bound * polynomial.safety)
-
-
-def iterate_gram(
-    x: Tensor,
-    gram: Tensor,
-    polynomial: Polynomial,
-    gram_of: Callable[[Tensor], Tensor] = lambda x: x @ x.mT,
-) -> Tensor:
-    """The iteration from a normalised ``x`` [..., m, n] and its Gram."""
+    bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
+    x, gram = (x / bound).to(dtype or wide), (gram / bound**2).to(dtype or wide)
     product: Tensor | None = None  # the product of the polynomials since x was formed
     for number, step in enumerate(polynomial.coefficients, start=1):
         z = _evaluate(gram, step)
         product = z if product is None else z @ product
-        if number == polynomial.steps:
-            break
-        if number == polynomial.first_steps:
+        if number in (polynomial.first_steps, polynomial.steps):
             x, product = product @ x, None
-            gram = gram_of(x)
+            gram = gram if number == polynomial.steps else reduced(x @ x.mT, "sum")
         else:
             gram = z @ (gram @ z)
-    assert product is not None, "a polynomial has one step or more"
-    return product @ x
+    return (x.mT if tall else x).to(wide).contiguous()
 
 
 def _evaluate(gram: Tensor, step: Step) -> Tensor:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.core import comm
-from shardwise.kernels.newton_schulz import bound_of, iterate_gram, scaled
+from shardwise.kernels.newton_schulz import iterate
 from shardwise.kernels.polynomials import Polynomial
 
 
@@ -68,19 +69,11 @@ class Blocks:
 
     def orthogonalise(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
         """This rank's blocks of the orthogonalised matrices, with Gram matrices over the side that
-        is not cut."""
-        x = batch.float()
-        # Transposed, blocks of rows are blocks of columns: [count, m, n / t].
-        x = (x.mT if self.dim == 0 else x).contiguous()
-        largest = x.abs().amax(dim=(-2, -1)).clone()
-        comm.all_reduce(largest, self.axis, "max").wait()
-        x = scaled(x, largest)
-        gram = self._gram(x)
-        bound = bound_of(gram, polynomial)
-        x = iterate_gram(x / bound, gram / bound**2, polynomial, self._gram)
-        return (x.mT if self.dim == 0 else x).contiguous()
+        is not cut. Transposed, blocks of rows are blocks of columns: [count, m, n / t]."""
 
-    def _gram(self, x: Tensor) -> Tensor:
-        gram = (x @ x.mT).contiguous()  # [count, m, m], this rank's term
-        comm.all_reduce(gram.view(-1), self.axis).wait()
-        return gram
+        def reduced(tensor: Tensor, operation: Any) -> Tensor:
+            tensor = tensor.contiguous()
+            comm.all_reduce(tensor.view(-1), self.axis, operation).wait()
+            return tensor
+
+        return iterate(batch.float(), polynomial, tall=self.dim == 0, reduced=reduced)

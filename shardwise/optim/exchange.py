@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,47 +71,38 @@ Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
 Compute = Callable[[list[Batch]], list[Tensor]]
 
 
-class _Leg:
-    """One all-to-all of a round: the parts that this rank sends and receives, by peer."""
+class _Leg(NamedTuple):
+    """One all-to-all of a round, in elements by peer; what a rank keeps is among them. Without an
+    axis there are no other ranks, and nothing moves."""
 
-    def __init__(self, axis: comm.Axis, sends: Iterable[Part], receives: Iterable[Part]) -> None:
-        self.axis = axis
-        # Sender and receiver both sort by peer, then by matrix.
-        self.sends, self.receives = sorted(sends), sorted(receives)
-        self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
-        for sizes, parts in (self.send_sizes, self.sends), (self.receive_sizes, self.receives):
-            for peer, _, lo, hi in parts:
-                sizes[peer] += hi - lo
+    axis: comm.Axis | None
+    send_sizes: list[int]
+    receive_sizes: list[int]
+
+    @property
+    def back(self) -> _Leg:
+        return _Leg(self.axis, self.receive_sizes, self.send_sizes)
 
 
 @dataclass(eq=False)
 class _Round:
     """Matrices that are exchanged and computed together, from the view of one rank.
 
-    The order of the spans: first those that are sent to owners, in the order of the leg; then the
-    parts of matrices that this rank owns; then those that other replicas compute, in the order in
-    which they arrive.
+    The order of the spans: first those that this replica computes, in the order in which they are
+    sent to owners; then those that other replicas compute, in the same order, replica by replica.
     """
 
     spans: list[Span]
-    num_sent: int  # spans that are sent to owners
     num_mine: int  # spans whose matrices this replica computes
-    kept: list[tuple[int, int, int]]  # (matrix, lo, hi) of each span of a matrix owned here
+    received: list[Part]  # the parts of the matrices that this rank computes, as they arrive
     batches: list[tuple[tuple[int, int], list[Key]]]  # (shape, matrices that this rank computes)
-    to_owners: _Leg | None
-    back: _Leg | None
+    to_owners: _Leg
     to_replicas: _Leg | None
 
     @cached_property
     def lengths(self) -> list[int]:
         """The elements of each span."""
         return [span.numel for span in self.spans]
-
-    @cached_property
-    def by_matrix(self) -> list[int]:
-        """The numbers of the spans that this replica computes, in the order of their matrices, in
-        which they are sent to other replicas."""
-        return sorted(range(self.num_mine), key=lambda number: self.spans[number].matrix)
 
 
 class Exchange:
@@ -137,7 +129,6 @@ class Exchange:
             self.matrices,
             shards.size if shards is not None else 1,
             replicas.size if replicas is not None else 1,
-            result_width=results.itemsize,
         )
         # By matrix: the parts [lo, hi) that this rank stores. Matrices that are cut alike share
         # one tuple of pieces, which is filtered once.
@@ -164,36 +155,24 @@ class Exchange:
         members = [index for index in members if index not in self.excluded]
         computed = [index for index in members if owners[index][0] == self.replica]
         owned = [index for index in computed if owners[index][1] == self.rank]
-        kept = [(index, lo, hi) for index in owned for lo, hi in stored[index]]
-        to_owners = back = to_replicas = None
-        if self.shards is not None and any(map(self.ownership.remote_pieces, computed)):
-            sends = [
-                (owners[index][1], index, lo, hi)
-                for index in computed
-                if owners[index][1] != self.rank
-                for lo, hi in stored[index]
-            ]
-            receives = [
-                (rank, index, lo, hi)
-                for index in owned
-                for rank, lo, hi in self.ownership.remote_pieces(index)
-            ]
-            to_owners = _Leg(self.shards, sends, receives)
-            back = _Leg(self.shards, receives, sends)
+        # Sender and receiver both sort by peer, then by matrix.
+        sends = sorted((owners[n][1], n, lo, hi) for n in computed for lo, hi in stored[n])
+        pieces = ((rank, n, lo, hi) for n in owned for rank, lo, hi in self.matrices[n].pieces)
+        receives = sorted(pieces)
+        remote = any(map(self.ownership.remote_pieces, computed))
+        to_owners = _Leg(None, [], [])
+        if self.shards is not None and remote:
+            size = self.shards.size
+            to_owners = _Leg(self.shards, _sizes(size, sends), _sizes(size, receives))
+        mine, elsewhere, to_replicas = self._spans(sends), [], None
         if self.replicas is not None:
-            here = [(index, lo, hi) for index in computed for lo, hi in stored[index]]
-            peers = [peer for peer in range(self.replicas.size) if peer != self.replica]
-            missing = [
-                (owners[index][0], index, lo, hi)
-                for index in members
-                if owners[index][0] != self.replica
-                for lo, hi in stored[index]
-            ]
-            shared = [(peer, *part) for peer in peers for part in here]
-            to_replicas = _Leg(self.replicas, shared, missing)
-        sent = self._spans(to_owners.sends if to_owners else [])
-        mine = sent + [self._span(*part) for part in kept]
-        elsewhere = self._spans(to_replicas.receives if to_replicas else [])
+            others = [n for n in members if owners[n][0] != self.replica]
+            missing = sorted((owners[n], n, lo, hi) for n in others for lo, hi in stored[n])
+            elsewhere, size = self._spans(missing), self.replicas.size
+            numel = sum(hi - lo for *_, lo, hi in sends)
+            leaving = [numel * (peer != self.replica) for peer in range(size)]
+            arriving = _sizes(size, ((owner[0], n, lo, hi) for owner, n, lo, hi in missing))
+            to_replicas = _Leg(self.replicas, leaving, arriving)
         batches: dict[tuple[tuple[int, int], int], list[Key]] = {}
         for index in owned:
             apart = self.apart[self.matrices[index].parameter] if self.apart else 0
@@ -201,30 +180,26 @@ class Exchange:
                 batches.setdefault((shape, apart), []).append((index, number))
         return _Round(
             spans=mine + elsewhere,
-            num_sent=len(sent),
             num_mine=len(mine),
-            kept=kept,
+            received=receives,
             batches=[(shape, keys) for (shape, _), keys in batches.items()],
             to_owners=to_owners,
-            back=back,
             to_replicas=to_replicas,
         )
 
-    def _span(self, index: int, lo: int, hi: int) -> Span:
-        matrix = self.matrices[index]
-        return Span(matrix.parameter, matrix.start + lo, matrix.start + hi, index)
-
-    def _spans(self, parts: Sequence[Part]) -> list[Span]:
+    def _spans(self, parts: Iterable[tuple[Any, int, int, int]]) -> list[Span]:
         """The spans of sorted parts. Parts for one peer that are neighbours in memory, and whose
-        matrices have the same shapes, become one span."""
+        matrices have the same shapes, become one span where they travel in one buffer."""
         spans: list[Span] = []
         before: object = None  # the peer and the shapes of the last span
         for peer, index, lo, hi in parts:
-            span, kind = self._span(index, lo, hi), (peer, self.matrices[index].shapes)
-            last = spans[-1] if kind == before else span
-            if (last.parameter, last.end) == (span.parameter, span.begin):
-                span = replace(spans.pop(), end=span.end)
-            spans.append(span)
+            matrix = self.matrices[index]
+            begin, end, kind = matrix.start + lo, matrix.start + hi, (peer, matrix.shapes)
+            last = spans[-1] if kind == before and self.communicates else None
+            if last is not None and (last.parameter, last.end) == (matrix.parameter, begin):
+                spans[-1] = replace(last, end=end)
+            else:
+                spans.append(Span(matrix.parameter, begin, end, index))
             before = kind
         return spans
 
@@ -270,51 +245,45 @@ class Exchange:
         that later stages do not need."""
         # 1. Write the values of this rank's spans, and send them to the owners.
         lengths = round_.lengths[: round_.num_mine]
-        sent_lengths, kept_lengths = lengths[: round_.num_sent], lengths[round_.num_sent :]
-        sent = self._empty(sum(sent_lengths))
-        kept = list(self._empty(sum(kept_lengths)).split(kept_lengths))
-        begin(round_.spans, [*sent.split(sent_lengths), *kept])
+        sent = self._empty(sum(lengths))
+        begin(round_.spans, sent.split(lengths))
         arrive = self._send(round_.to_owners, sent)
         del sent
         yield None
         # 2. Assemble the matrices that this rank owns, in batches of one shape.
         received = arrive()
         del arrive  # and with it the sent memory
-        batches = self._assemble(round_, kept, received)
-        del kept, received
+        batches = self._assemble(round_, received)
+        del received
         yield None
         # 3. Compute the batches.
         results = self._results(batches, compute)
         del batches
         yield None
-        # 4. Send back the rows that other ranks store, and keep the rows that this rank stores.
-        sends = round_.back.sends if round_.back else []
-        parts = [results[index][lo:hi] for _, index, lo, hi in sends]
-        arrive = self._send(round_.back, self._joined(parts))
-        values = [results[index][lo:hi] for index, lo, hi in round_.kept]
-        if self.communicates:  # a copy, so that the whole matrices are freed
-            values = list(self._joined(values).split(kept_lengths))
-        del results, parts
+        # 4. Send the rows back to the ranks that store them.
+        values = [results[index][lo:hi] for _, index, lo, hi in round_.received]
+        if self.communicates:  # in one buffer, so that the whole matrices are freed
+            arrive = self._send(round_.to_owners.back, self._joined(values))
+            values = []
+        del results
         yield None
         # 5. Wait for the results of this replica, and send them to the other replicas.
-        received = arrive()
-        del arrive
-        values = [*received.split(sent_lengths), *values]
-        del received
-        sent = self._empty(0)
-        if round_.to_replicas is not None:
-            parts = [values[number] for number in round_.by_matrix]  # the same for every replica
-            sent = self._joined(parts * (round_.to_replicas.axis.size - 1))
-            del parts
-        arrive = self._send(round_.to_replicas, sent)
-        del sent
+        if self.communicates:
+            received = arrive()
+            values = list(received.split(lengths))
+            del arrive
+        if round_.to_replicas is not None and self.replicas is not None:
+            sent = counted(received.repeat(self.replicas.size - 1), KIND)
+            arrive = self._send(round_.to_replicas, sent)
+            del sent, received
         yield None
         # 6. Wait for the results of other replicas.
-        values += arrive().split(round_.lengths[round_.num_mine :])
+        if round_.to_replicas is not None:
+            values += arrive().split(round_.lengths[round_.num_mine :])
         yield round_.spans, values
 
-    def _assemble(self, round_: _Round, kept: Sequence[Tensor], received: Tensor) -> list[Batch]:
-        """The matrices that this rank owns, out of its own parts and of the received ones."""
+    def _assemble(self, round_: _Round, received: Tensor) -> list[Batch]:
+        """The matrices that this rank owns, out of the received parts."""
         whole: dict[int, Tensor] = {}
         batches = [(self._empty(len(keys), *shape), keys) for shape, keys in round_.batches]
         for batch, keys in batches:
@@ -323,11 +292,10 @@ class Exchange:
                     whole[index] = slot.view(-1)
                 elif index not in whole:
                     whole[index] = self._empty(self.matrices[index].numel)
-        arrived = [part[1:] for part in round_.to_owners.receives] if round_.to_owners else []
-        targets = [whole[index][lo:hi] for index, lo, hi in (*round_.kept, *arrived)]
-        if targets:
-            lengths = [hi - lo for _, lo, hi in arrived]
-            torch._foreach_copy_(targets, [*kept, *received.split(lengths)][: len(targets)])
+        if parts := round_.received:
+            targets = [whole[index][lo:hi] for _, index, lo, hi in parts]
+            sizes = [hi - lo for *_, lo, hi in parts]
+            torch._foreach_copy_(targets, list(received.split(sizes)))
         for batch, keys in batches:
             for (index, number), slot in zip(keys, batch, strict=True):
                 matrix = self.matrices[index]
@@ -359,11 +327,11 @@ class Exchange:
             return torch.empty(0, dtype=self.results, device=self.device)
         return counted(torch.cat(list(parts)), KIND)
 
-    def _send(self, leg: _Leg | None, sent: Tensor) -> Callable[[], Tensor]:
+    def _send(self, leg: _Leg, sent: Tensor) -> Callable[[], Tensor]:
         """Start one all-to-all of exact sizes. The returned function waits for it, and returns the
         received parts one after another. It holds the sent memory until then."""
-        if leg is None:
-            return lambda: sent[:0]
+        if leg.axis is None:
+            return lambda: sent
         received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
@@ -377,3 +345,11 @@ class Exchange:
             return received
 
         return arrive
+
+
+def _sizes(size: int, parts: Iterable[Part]) -> list[int]:
+    """The elements of each of so many peers."""
+    sizes = [0] * size
+    for peer, _, lo, hi in parts:
+        sizes[peer] += hi - lo
+    return sizes

@@ -89,8 +89,8 @@ class MatrixGroup:
         # Parameters of other libraries have all of a replica's states on each replica.
         if replicas is not None and all(isinstance(one, ShardedTensor) for one in parameters):
             size = shards.size if shards is not None else 1
-            plan = assign_owners(matrices, size, replicas.size, result_width=results.itemsize)
-            if evenly_is_cheaper(plan):
+            plan = assign_owners(matrices, size, replicas.size)
+            if evenly_is_cheaper(plan, results.itemsize):
                 self.spread = spread_evenly(sharding, parameters)  # type: ignore[arg-type]
                 self.sharding = self.spread.sharding
                 matrices = self._matrices()

@@ -112,7 +112,8 @@ class MuonSettings(Rule):
             if not buffers[0].is_meta:
                 from shardwise.kernels.muon import accumulate
 
-                accumulate(gradients, buffers, places, clip=step.clip, **_momentum(settings))
+                beta, nesterov = settings["momentum"], settings["nesterov"]
+                accumulate(gradients, buffers, places, beta=beta, nesterov=nesterov, clip=step.clip)
             return
         torch._foreach_lerp_(buffers, gradients, 1 - settings["momentum"])
         if settings["nesterov"]:
@@ -182,18 +183,14 @@ class MuonSettings(Rule):
                     continue
                 from shardwise.kernels.muon import pack
 
+                beta, nesterov = settings["momentum"], settings["nesterov"]
                 given = gradients[part], momenta[part]
-                packed = pack(*given, clip=step.clip, **_momentum(settings))
+                packed = pack(*given, beta=beta, nesterov=nesterov, clip=step.clip)
                 updates = newton_schulz.orthogonalise_packed(packed, polynomial)
                 _apply(weights[part], updates, step, self.factor(rows, cols, settings))
 
 
 muon = MuonSettings
-
-
-def _momentum(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of momentum under the names of the kernels' arguments."""
-    return {"beta": settings["momentum"], "nesterov": settings["nesterov"]}
 
 
 def _apply(

@@ -56,8 +56,6 @@ class Ownership:
     owners: tuple[tuple[int, int], ...]  # (replica, rank on the shard axis), by matrix
     rounds: tuple[tuple[int, ...], ...]
 
-    result_width: int = WIDTH  # bytes per element of a result
-
     def remote_pieces(self, index: int) -> list[Piece]:
         """The pieces of a matrix that its owner does not store."""
         owner = self.owners[index][1]
@@ -95,9 +93,7 @@ class Ownership:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def assign_owners(
-    matrices: Sequence[Matrix], num_shards: int, num_replicas: int = 1, *, result_width: int = WIDTH
-) -> Ownership:
+def assign_owners(matrices: Sequence[Matrix], num_shards: int, num_replicas: int = 1) -> Ownership:
     """Choose an owner for every matrix, and divide the work into rounds."""
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
     for replica, members in enumerate(_assign_replicas(matrices, num_replicas)):
@@ -107,17 +103,15 @@ def assign_owners(
     for index, owner in enumerate(owners):
         members_of.setdefault(owner, []).append(index)
     rounds = _cut(matrices, members_of, num_shards, num_replicas * num_shards)
-    return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), rounds, result_width)
+    return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), rounds)
 
 
 def _num_rounds(matrices: Sequence[Matrix], members_of: dict[tuple[int, int], list[int]]) -> int:
     """Rounds of ``ROUND_BYTES`` for each owner, but no more than each owner has work for."""
-    most, least = 0, len(matrices)
-    for own in members_of.values():
-        costs = [matrices[index].cost for index in own]
-        least = min(least, sum(costs) // max(costs))
-        most = max(most, WIDTH * sum(matrices[index].numel for index in own))
-    return min(least, -(-most // ROUND_BYTES))
+    costs_of = [[matrices[index].cost for index in own] for own in members_of.values()]
+    numels = (sum(matrices[index].numel for index in own) for own in members_of.values())
+    least = min([sum(costs) // max(costs) for costs in costs_of], default=0)
+    return min(least, -(-WIDTH * max(numels, default=0) // ROUND_BYTES))
 
 
 def _cut(

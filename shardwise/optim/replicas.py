@@ -30,10 +30,10 @@ from shardwise.optim.ownership import WIDTH, Ownership
 from shardwise.optim.storage import Sharding, local_of, pieces_of
 
 
-def evenly_is_cheaper(plan: Ownership) -> bool:
+def evenly_is_cheaper(plan: Ownership, width: int) -> bool:
     """Whether even parts cost less than whole matrices, in bytes that the busiest rank receives
-    from other replicas: gradients and weights in fp32, results in ``plan.result_width``."""
-    replicas, width = plan.num_replicas, plan.result_width
+    from other replicas: gradients and weights in fp32, results in ``width`` bytes."""
+    replicas = plan.num_replicas
     stored: Counter[int] = Counter()  # by shard
     parts: Counter[tuple[int, int]] = Counter()  # by replica and shard
     for matrix, (replica, _) in zip(plan.matrices, plan.owners, strict=True):

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.cut import Cut
-from shardwise.core.division import ByMatrix
-from shardwise.core.layout import ELEMENT, Item, Layout
+from shardwise.core.layout import ALIGNMENT, ELEMENT, Item, Layout
 from shardwise.core.mesh import Ranks
 from shardwise.core.placements import joint_places, ranks_by
 from shardwise.core.tensor import ShardedTensor
@@ -75,11 +74,8 @@ class WholeStates:
             single = len(keys) == 1 and len(member.route.shape_of(member.parameter.shape)) == 2
             for number, key in enumerate(keys):
                 for name, (shape, dtype) in self.template(key).items():
-                    state = (
-                        mine[key][name]
-                        if key in mine
-                        else torch.zeros(0, dtype=dtype, device=device)
-                    )
+                    nothing = torch.zeros(0, dtype=dtype, device=device)
+                    state = mine[key][name] if key in mine else nothing
                     full_name = name if single else f"{name}.{number}"
                     if mesh is not None:
                         place = places[exchange.ownership.owners[key[0]]]
@@ -144,18 +140,15 @@ def _places(sharding: Sharding, mesh: DeviceMesh) -> dict[tuple[int, int], int]:
 
 
 def _cut(item: Item, parameter: Tensor, mesh: DeviceMesh, full_mesh: DeviceMesh, place: int) -> Cut:
-    """The cut of a state that is whole on the owner at ``place``, and empty elsewhere."""
+    """The cut of a state that is whole on the owner at ``place``, and empty elsewhere: a layout
+    with as much room on every rank."""
     others = None
     if isinstance(parameter, ShardedTensor):
         others, full_mesh = parameter.cut.ranks.others, parameter.cut.full_mesh
-    layout, tile = (
-        Layout((item,), 1, item.numel, (0,)),
-        replicated_tile(item.shape, mesh, full_mesh),
-    )
-    whole = Cut(layout, 0, Ranks(mesh, others), (False,) * mesh.ndim, tile=tile)
-    ranges = [(0, 0)] * mesh.size()
-    ranges[place] = (0, item.numel)
-    return whole.divided(ByMatrix(tuple(ranges)))
+    room = -(-item.numel // ALIGNMENT) * ALIGNMENT
+    layout = Layout((item,), mesh.size(), room, (place * room,))
+    tile = replicated_tile(item.shape, mesh, full_mesh)
+    return Cut(layout, 0, Ranks(mesh, others), (True,) * mesh.ndim, tile=tile)
 
 
 def selected(stack: State, numbers: Sequence[int]) -> State:

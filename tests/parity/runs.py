@@ -361,7 +361,7 @@ def facts_of(run: Run, model: Any, optimizer: Any, calls: list[Any]) -> dict[str
         "held": [local(parameter).numel() for parameter in model.parameters()],
         "calls": [(call.operation, call.axis, call.nbytes) for call in calls],
         "rounds": [len(exchange.rounds) for exchange in exchanges],
-        "pieces sent": sum(len(leg.sends) for leg in legs if leg is not None),
+        "pieces sent": sum(sum(leg.send_sizes) for leg in legs),
         "buckets": [[(item.name, str(item.grain)) for item in group.items] for group in groups],
         "dtypes": {str(group.whole.dtype) for group in groups if group.whole and not group.format},
         "momenta": sum(local(momentum).numel() for momentum in momenta),
