@@ -286,7 +286,7 @@ FORGED: dict[str, Callable[[Body], object]] = {
     "placements": put("placements", [7]),
     "config": put("config", 7),
     "one more field": put("surprise", 1),
-    "one field less": lambda body: body.pop("created"),
+    "one field less": lambda body: body.pop("versions"),
     "a tag": put("config", {"a": {"$": "eval", "v": "1"}}),
     "too few bytes": put(
         "config", {"a": {"$": "tensor", "dtype": "float32", "shape": [9], "v": "AAAA"}}
