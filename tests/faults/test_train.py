@@ -238,12 +238,12 @@ def failing_saves(rank: int, world_size: int, folder: str, data: str, fail: list
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
     real, error = trainer.store._write, OSError(28, "No space left on device")
 
-    def write(result, attempt, *rest):  # type: ignore[no-untyped-def] # noqa: ANN202
-        if rest[-1] in fail:
-            attempt.fail(error)
+    def write(save: Any, result: Any) -> None:
+        if save.step in fail:
+            save.meeting.fail(error)
             result.set_exception(error)
         else:
-            real(result, attempt, *rest)
+            real(save, result)
 
     trainer.store._write = write  # type: ignore[method-assign]
     try:
@@ -306,7 +306,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: P
 def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
     """The last rank cannot make the file by which it would tell the others."""
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
-    nowhere = mock.patch.object(Meeting, "_done", Path("/proc/nowhere/done"))
+    nowhere = mock.patch.object(Meeting, "_done", return_value=Path("/proc/nowhere/done"))
     try:
         with nowhere if rank == world_size - 1 else contextlib.nullcontext():
             trainer.run()
