@@ -245,11 +245,6 @@ def kill_saves(root: Path, kills: int, seed: int) -> dict[str, Any]:
 
 def table_of_saves(found: Sequence[dict[str, Any]]) -> Table:
     kills, saves = (sum(one[what] for one in found) for what in ("kills", "saves"))
-    rows = [
-        {"strategy": same[0]["strategy"], "ranks": same[0]["ranks"]}
-        | {way: sum(row.get(way, 0) for row in same) for way in WAYS}
-        for same in zip(*(one["rows"] for one in found), strict=True)
-    ]
     return Table(
         title="Kills during saves",
         note=f"{kills} kills in {max(one['minutes'] for one in found):.1f} minutes over {saves} "
@@ -257,7 +252,11 @@ def table_of_saves(found: Sequence[dict[str, Any]]) -> Table:
         f"strategy. 0 checkpoints that were reported saved were lost, 0 were damaged or of more "
         f"than one step, and no temporary folder stayed.",
         columns={name: (name, "") for name in ("strategy", "ranks", *WAYS)},
-        rows=rows,
+        rows=[
+            {"strategy": same[0]["strategy"], "ranks": same[0]["ranks"]}
+            | {way: sum(row.get(way, 0) for row in same) for way in WAYS}
+            for same in zip(*(one["rows"] for one in found), strict=True)
+        ],
     )
 
 
@@ -321,29 +320,22 @@ def rough_run(folder: Path, config: dict[str, Any], seed: int) -> dict[str, int]
 
 
 def table_of_steps(root: Path, steps: int, seconds: float, kills: dict[str, int]) -> Table:
-    figures = _flat(root / "calm")
-    same = _compare(root / "calm", root / "rough", steps)
-    total = sum(kills.values())
-    ways = ", ".join(f"{count} {way}" for way, count in kills.items())
-    titles = {
-        "steps": ("steps", ""),
-        "kills": ("kills", ""),
-        "files": ("files compared", ""),
-        "memory_before": ("MB", ".1f"),
-        "memory_after": ("MB at the end", ".1f"),
-        "files_before": ("descriptors", ""),
-        "files_after": ("at the end", ""),
+    row = {"steps": steps, "kills": sum(kills.values())}
+    row |= {
+        "files compared": _compare(root / "calm", root / "rough", steps),
+        **_flat(root / "calm"),
     }
+    ways = ", ".join(f"{count} {way}" for way, count in kills.items())
     return Table(
         title="A run that is killed again and again",
         note=f"{steps} steps of 2 ranks under zero3 with Muon and AdamW: once undisturbed "
-        f"({seconds:.0f} s), once with {total} kills ({ways}) and as many resumes, evaluated at "
-        f"other steps after each. Every loss is equal, and so is, bit for bit, every file of the "
-        f"last checkpoint: model, optimizer, random states, position in the data. Memory and file "
-        f"descriptors are those of the undisturbed ranks, after a quarter of the run and at its "
-        f"end.",
-        columns=titles,
-        rows=[{"steps": steps, "kills": total, "files": same, **figures}],
+        f"({seconds:.0f} s), once with {row['kills']} kills ({ways}) and as many resumes, "
+        f"evaluated at other steps after each. Every loss is equal, and so is, bit for bit, every "
+        f"file of the last checkpoint: model, optimizer, random states, position in the data. "
+        f"Memory and file descriptors are those of the undisturbed ranks, after a quarter of the "
+        f"run and at its end.",
+        columns={name: (name, "") for name in row},
+        rows=[row],
     )
 
 
@@ -356,16 +348,16 @@ def _flat(folder: Path) -> dict[str, Any]:
     """Memory and descriptors of the fuller rank, and that neither grows."""
     found = [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(2)]
     for held in found:
-        early, late = held[len(held) // 4], held[-1]
-        assert late[2] <= early[2] + 2, f"file descriptors grow: {held}"
-        assert late[1] <= early[1] * 1.05 + (8 << 20), f"memory grows: {held}"
-    early = [max(held[len(held) // 4][index] for held in found) for index in (1, 2)]
-    late = [max(held[-1][index] for held in found) for index in (1, 2)]
+        (_, memory, files), (_, memory_later, files_later) = held[len(held) // 4], held[-1]
+        assert files_later <= files + 2, f"file descriptors grow: {held}"
+        assert memory_later <= memory * 1.05 + (8 << 20), f"memory grows: {held}"
+    points = (len(found[0]) // 4, -1)
+    early, late = ([max(at) for at in zip(*(h[n] for h in found), strict=True)] for n in points)
     return {
-        "memory_before": early[0] / 1e6,
-        "memory_after": late[0] / 1e6,
-        "files_before": early[1],
-        "files_after": late[1],
+        "MB": f"{early[1] / 1e6:.1f}",
+        "MB at the end": f"{late[1] / 1e6:.1f}",
+        "descriptors": early[2],
+        "at the end": late[2],
     }
 
 

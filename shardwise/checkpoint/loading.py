@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,40 +74,41 @@ def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int
         check_bytes(path / rank_file(number), file)
 
 
+class Wanted(NamedTuple):
+    """A part of a saved tensor, and a box to fill from it. Without a target, only look for it."""
+
+    part: Part
+    dtype: torch.dtype
+    place: Shape  # of the target in the tensor
+    target: Tensor | None
+
+
 class Reader:
     """Fills boxes of tensors from the files of a checkpoint. Call ``compare_bytes`` before."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
-        # (part of a saved tensor, its dtype, offsets of the target in the tensor, target)
-        self._wanted: list[tuple[Part, torch.dtype, Shape, Tensor | None]] = []
+        self._wanted: list[Wanted] = []
 
     def add(self, key: Key, offsets: Shape, sizes: Shape, target: Tensor | None) -> None:
         """Plan to fill ``target`` with a box of a saved tensor. None: only look for the pieces."""
         dtype = self.manifest.tensors[key].dtype
-        for part in self.manifest.table.parts(key, offsets, sizes):
-            self._wanted.append((part, dtype, offsets, target))
+        parts = self.manifest.table.parts(key, offsets, sizes)
+        self._wanted += [Wanted(part, dtype, offsets, target) for part in parts]
 
     def read(self) -> Copies:
         """Read all that was planned, file by file, front to back. No target is written."""
         found: Copies = []
-        ordered = sorted(self._wanted, key=lambda wanted: wanted[0][:4])
+        ordered = sorted(self._wanted, key=lambda wanted: wanted.part[:4])
         self._wanted = []
-        for rank, several in groupby(ordered, key=lambda wanted: wanted[0].rank):
+        for rank, several in groupby(ordered, key=lambda wanted: wanted.part.rank):
             with self._opened(rank) as (stream, header, _):
                 for wanted in several:
-                    found += self._read(stream, header, *wanted)
+                    found += self._read(stream, header, wanted)
         return found
 
-    def _read(
-        self,
-        stream: io.BufferedReader,
-        header: Header,
-        part: Part,
-        dtype: torch.dtype,
-        place: Shape,
-        target: Tensor | None,
-    ) -> Copies:
+    def _read(self, stream: io.BufferedReader, header: Header, wanted: Wanted) -> Copies:
+        part, dtype, place, target = wanted
         label, begin, end = header.get(part.name, (None, 0, 0))
         if label != form(dtype)[0] or end - begin != part.numel * dtype.itemsize:
             where = self.path / rank_file(part.rank)
@@ -121,11 +122,10 @@ class Reader:
             return []
         # Read from the first element that is needed to the last one.
         strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(sizes))]
-        first, last = (
-            part.first + sum(map(int.__mul__, strides, map(int.__sub__, at, part.offsets)))
-            for at in (low, [end - 1 for end in high])
-        )
-        data = torch.empty((last + 1 - first) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        steps = list(zip(strides, low, part.offsets, sizes, strict=True))
+        first = part.first + sum(stride * (at - offset) for stride, at, offset, _ in steps)
+        count = 1 + sum(stride * (size - 1) for stride, _, _, size in steps)
+        data = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu")
         stream.seek(begin + first * dtype.itemsize)
         if stream.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
             raise DamagedError(f"{self.path / rank_file(part.rank)} has become shorter")

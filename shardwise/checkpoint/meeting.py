@@ -63,19 +63,20 @@ class Meeting:
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         return SaveError(f"the save {self.folder.name} has failed: {text}")
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank failed."""
-        text = str(self.error(error))
+    def fail(self, error: BaseException) -> SaveError:
+        """Tell the other ranks that this rank failed; return the error that all raise."""
+        said = self.error(error)
         try:
             if not self._done(self.rank).exists():  # make room; with it, rank 0 may publish
                 (self.folder / rank_file(self.rank)).unlink(missing_ok=True)
             if self.rank == 0:
-                _write(self.folder / END, text)
+                _write(self.folder / END, str(said))
             else:
-                self.done({"error": text})
+                self.done({"error": str(said)})
         except OSError:  # rename the directory away from the other ranks
             with contextlib.suppress(OSError):
                 os.rename(self.folder, temporary(self.final))
+        return said
 
     def done(self, part: dict[str, Any]) -> None:
         """Tell rank 0 that the file of this rank is on the disk."""

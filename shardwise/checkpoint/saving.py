@@ -370,9 +370,9 @@ class Save:
             manifest = join(meeting.parts(), snapshot.keys, **facts)
             path = meeting.publish(lambda: manifest.write(meeting.folder))
         except BaseException as error:
-            meeting.fail(error)
+            said = meeting.fail(error)
             if isinstance(error, Exception):
-                raise meeting.error(error) from error
+                raise said from error
             raise
         log.info("saved %s in %.2f s", path, time.monotonic() - began)
         return path

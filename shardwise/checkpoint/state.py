@@ -131,13 +131,10 @@ class State:
     @property
     def digest(self) -> str:
         """A hash of the pieces that this rank holds."""
-        pieces = [
-            (
-                key,
-                tensor.cut.piece if isinstance(tensor, ShardedTensor) else (*_local(tensor).shape,),
-            )
-            for key, tensor in ((held.key, held.tensor) for held in self.held)
-        ]
+        pieces = []
+        for held in self.held:
+            cut = isinstance(held.tensor, ShardedTensor) and held.tensor.cut
+            pieces.append((held.key, cut.piece if cut else tuple(_local(held.tensor).shape)))
         return hashlib.sha256(repr(sorted(pieces)).encode()).hexdigest()
 
     def stored_name(self, name: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's weights as safetensors files in the layout of the Hugging Face hub.
 
-    step-000300/            ->    model-00001-of-00003.safetensors    up to ``max_file_bytes`` each,
+    step-000300/            ->    model-00001-of-00003.safetensors    up to MAX_FILE_BYTES each,
       pieces of tensors           model-00002-of-00003.safetensors    or a single larger tensor
       of any number of ranks      model-00003-of-00003.safetensors
                                   model.safetensors.index.json        the file of each tensor
@@ -13,12 +13,11 @@ in memory at a time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,52 +48,50 @@ def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    convert: Convert | None = None,
-    config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
     end_token: int | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint to a new directory ``out``; return the files.
 
     If the config of the checkpoint describes its ``"model"`` (the fields of ``GPTConfig``), the
-    directory can be loaded by ``transformers``. For any other model pass ``convert``, which returns
-    the tensors by name, and ``config`` for ``config.json``; without them, names stay as they are.
+    directory can be loaded by ``transformers``. Names of any other model stay as they are.
     ``dtype`` converts floating-point tensors; the default is the dtype that each parameter had
     before it was wrapped. ``beside`` are more files, such as those of a tokenizer, and
     ``end_token`` is the token that ends a text. Every byte is checked against its sha256 before it
     is used, and ``out`` gets its name when it is complete.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
-    if max_file_bytes < 1:
-        raise ValueError(f"export(max_file_bytes={max_file_bytes}): give 1 or more")
     if is_taken(target):
         raise CheckpointError(f"{target} exists already: remove it or choose another directory")
     manifest = Manifest.read(source)
     compare_bytes(source, manifest)
-    if convert is None and config is None:
-        convert, config = _as_gpt(source, manifest, dtype, end_token)
+    convert, config = _as_gpt(source, manifest, dtype, end_token)
     weights = _Weights(Reader(source, manifest), convert, dtype)
-    files = _assign_files(weights, max_file_bytes)
+    files = _assign_files(weights)
     more = {} if config is None else {"config.json": json.dumps(config, indent=2).encode()}
-    with _whole_folder(target) as folder:
-        names = _write(folder, weights, files)
-        for name, contents in (more | dict(beside or {})).items():
-            _write_file(folder / name, contents)
-            names.append(name)
+    folder = temporary(target)
+    folder.mkdir(parents=True)
+    try:
+        names = _write(folder, weights, files, more | dict(beside or {}))
+        sync_directory(folder)
+        os.rename(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
     return [target / name for name in names]
 
 
 def _as_gpt(
     path: Path, manifest: Manifest, dtype: torch.dtype | None, end_token: int | None
-) -> tuple[Convert | None, Mapping[str, Any] | None]:
-    """The conversion and the configuration of a ``GPT``, or None for a model of another kind."""
+) -> tuple[Convert, Mapping[str, Any] | None]:
+    """The conversion and the configuration of a ``GPT``; a model of another kind has neither."""
     values = manifest.config or {}
     described = None if values.get("module") else values.get("model")
     if described is None:
         log.warning("%s does not describe its model: names stay as they are", path)
-        return None, None
+        return lambda name, tensor: {name: tensor}, None
     if dtype is None:
         names = [name for name, state in manifest.tensors if not state]
         dtype = max((_dtype_of(manifest, name) for name in names), key=lambda one: one.itemsize)
@@ -102,9 +99,7 @@ def _as_gpt(
         model = GPTConfig(**described)
         config = hf_config(model, dtype=dtype_name(dtype), end_token=end_token)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
-        ) from error
+        raise CheckpointError(f"{path}: the model it describes is no GPT: {error}") from error
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         order = manifest.extra_states.get(f"{name.rpartition('.')[0]}._extra_state")
@@ -124,7 +119,7 @@ def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
 class _Weights:
     """Tensors of the checkpoint in the names and dtypes of the export; of experts, one for each."""
 
-    def __init__(self, reader: Reader, convert: Convert | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, reader: Reader, convert: Convert, dtype: torch.dtype | None) -> None:
         self._reader, self._convert, self._dtype = reader, convert, dtype
         manifest, values = reader.manifest, reader.manifest.config or {}
         self._places: dict[str, tuple[str, int | None]] = {}  # stored name, number of the expert
@@ -147,14 +142,13 @@ class _Weights:
             if self._scale and factors[0] in self._places:  # a trained product of low rank: add it
                 a, b = map(self._read, factors)
                 tensor = tensor + self._scale * (b @ a)
-        results = {name: tensor} if self._convert is None else self._convert(name, tensor)
         dtype = self._dtype or _dtype_of(self._reader.manifest, self._places[name][0])
         return {
             # The bias of a router decides between close scores: keep its dtype.
-            key: _narrowed(key, value, dtype)
+            key: value.to(dtype)
             if value.is_floating_point() and not key.endswith("e_score_correction_bias")
             else value
-            for key, value in results.items()
+            for key, value in self._convert(name, tensor).items()
         }
 
     def _empty(self, name: str) -> tuple[tuple[int, ...], Tensor, Tensor]:
@@ -173,76 +167,36 @@ class _Weights:
         return tensor
 
 
-def _narrowed(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in another dtype. Raises if finite elements would become infinite."""
-    narrow = value.to(dtype)
-    if value.is_meta or dtype == value.dtype or not narrow.isinf().any():
-        return narrow
-    lost = narrow.isinf() & value.isfinite()
-    if lost.any():
-        largest, limit = value[lost].abs().max().item(), torch.finfo(dtype).max
-        raise CheckpointError(
-            f"'{key}' has elements up to {largest:.4g}, and {dtype_name(dtype)} ends at "
-            f"{limit:.4g}: {int(lost.sum())} of them would be infinite. Export in a wider dtype"
-        )
-    return narrow
-
-
-def _assign_files(weights: _Weights, max_file_bytes: int) -> list[list[str]]:
+def _assign_files(weights: _Weights) -> list[list[str]]:
     """The names of the tensors of each file, in order."""
     files: list[list[str]] = []
     left = 0  # bytes that still fit into the last file
-    seen: dict[str, str] = {}
     for name in weights.names:
-        results = weights.results(name, sketch=True)
-        for key in results:
-            if key in seen:
-                raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
-            seen[key] = name
-        nbytes = sum(value.nbytes for value in results.values())
+        nbytes = sum(value.nbytes for value in weights.results(name, sketch=True).values())
         if not files or nbytes > left:
             files.append([])
-            left = max_file_bytes
+            left = MAX_FILE_BYTES
         files[-1].append(name)
         left -= nbytes
-    if not seen:
-        raise CheckpointError("the checkpoint holds no tensors of a model")
     return files
 
 
-def _write(folder: Path, weights: _Weights, files: list[list[str]]) -> list[str]:
+def _write(
+    folder: Path, weights: _Weights, files: list[list[str]], more: dict[str, bytes]
+) -> list[str]:
     weight_map: dict[str, str] = {}
-    names, total = [], 0
+    total = 0
     for number, sources in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         name = "model.safetensors" if len(files) == 1 else name
         tensors = {key: one for source in sources for key, one in weights.results(source).items()}
         write_tensors(folder / name, tensors, {"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
+        weight_map |= dict.fromkeys(tensors, name)
         total += sum(value.nbytes for value in tensors.values())
-        names.append(name)
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        names.append("model.safetensors.index.json")
-        _write_file(folder / names[-1], json.dumps(index, indent=2).encode())
-    return names
-
-
-@contextlib.contextmanager
-def _whole_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder to fill. It is renamed to ``final`` at the end, or removed on an error."""
-    folder = temporary(final)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        sync_directory(folder)
-        os.rename(folder, final)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    sync_directory(final.parent)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with HashedFile(path) as file:  # it is on the disk at the end
-        file.write(data)
+        more = {"model.safetensors.index.json": json.dumps(index, indent=2).encode()} | more
+    for name, contents in more.items():
+        with HashedFile(folder / name) as file:  # it is on the disk at the end
+            file.write(contents)
+    return [*dict.fromkeys(weight_map.values()), *more]

@@ -213,6 +213,18 @@ def test_a_failure_after_the_rename_is_everybodys(call: str, tmp_path: Path) -> 
     assert "Input/output error" in messages[1] or meeting.GIVEN_UP in messages[1]
 
 
+def rank_0_lists(rank: int, world_size: int, root: str) -> bool:
+    store, model = Store(root), sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
+    with mock.patch.object(os, "listdir", side_effect=os.listdir) as listing:
+        store.save(1, model)
+        assert store.wait() == Path(root) / "step-000001"
+    return listing.called
+
+
+def test_rank_0_alone_lists_the_shared_folder(tmp_path: Path) -> None:
+    assert run_ranks(rank_0_lists, 3, str(tmp_path)) == [True, False, False]
+
+
 def no_memory(rank: int, world_size: int, root: str) -> str:
     model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
     store = Store(root, timeout=60)

@@ -215,12 +215,12 @@ def failing_saves(rank: int, world_size: int, folder: str, data: str, fail: list
     trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
     real, error = trainer.store._write, OSError(28, "No space left on device")
 
-    def write(result, attempt, *rest):  # type: ignore[no-untyped-def] # noqa: ANN202
-        if rest[-1] in fail:
-            attempt.fail(error)
+    def write(save: Any, result: Any) -> None:
+        if save.step in fail:
+            save.meeting.fail(error)
             result.set_exception(error)
         else:
-            real(result, attempt, *rest)
+            real(save, result)
 
     trainer.store._write = write  # type: ignore[method-assign]
     try:
