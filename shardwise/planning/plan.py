@@ -142,6 +142,7 @@ def plan(
             model=name or type(model).__name__,
             options=options,
             units=_units(engine),
+            elements=engine.elements(),
             matrices=work_of(matrices, mesh.num_ranks) if matrices else None,
             divisions={
                 routed.name: division
