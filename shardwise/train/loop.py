@@ -17,7 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from shardwise.checkpoint.manifest import versions
 from shardwise.checkpoint.meeting import GIVEN_UP
 from shardwise.core import comm, streams
 from shardwise.core.memory import ledger
-from shardwise.debugging import debug
+from shardwise.debugging import debug, watch_if_asked
 from shardwise.models.gpt import generate
 from shardwise.optim.storage import local_of
 from shardwise.planning.engine import elements_of
@@ -258,7 +258,8 @@ class Trainer:
         on.)"""
         cuda = self.world.device.type == "cuda"
         if self.step == self._first_step:
-            with debug(self.parts.model):
+            watch_if_asked(self.parts.model)  # SHARDWISE_DEBUG=1: in every step
+            with nullcontext() if comm.observer is not None else debug(self.parts.model):
                 yield []
             return
         if self.step > self._first_step + 1:
