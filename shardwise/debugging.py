@@ -167,9 +167,9 @@ class _Watch:
     def refuse_unlike(self, held: Iterable[tuple[str, Any]]) -> None:
         """Raise on all ranks if replicas of a tensor differ."""
         mine = {
-            (name, _holders(tensor)): _checksum(tensor._local_tensor)
+            (name, holders): _checksum(tensor._local_tensor)
             for name, tensor in held
-            if isinstance(tensor, DTensor)
+            if isinstance(tensor, DTensor) and len(holders := _holders(tensor)) > 1
         }
         everyone = comm.agree(mine, all_ranks())
         for (name, holders), first in ((k, v) for theirs in everyone for k, v in theirs.items()):

@@ -49,7 +49,7 @@ WAYS = ("one rank", "all ranks", "staggered")
 RANKS = {name: 4 if name in ("hsdp", "hfsdp") else 2 for name in STRATEGIES}
 KILLS, STEPS = 1000, 2000  # of a whole run
 
-NO_PLAN = SimpleNamespace(as_dict=dict, compared=lambda *_: {}, check=lambda *_: [])
+NO_PLAN = SimpleNamespace(as_dict=dict, compared=lambda *_: {}, check=lambda *_: [], elements={})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch._guards import TracingContext
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
+from torch._subclasses import FakeTensorMode
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -122,3 +126,40 @@ def register_with_torch(module: Any, unit: Any) -> None:
 def grad_hooks(parameter: Any) -> list[Callable[[Any], Any]]:
     """The hooks that wait for the gradient of a parameter at rest."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have shapes and no values, on any device."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def forward_graph(function: Callable[..., Any], *inputs: Any) -> tuple[Any, Any]:
+    """The graph of forward that ``torch.compile`` makes of a function, with what it keeps for
+    backward among its results; and what the function returns. Nothing is compiled to code."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(*given: Any) -> Any:
+        return function(*given)
+
+    # Code of its own: Dynamo counts the graphs of each, and ends at a limit.
+    code = call.__code__.replace(co_firstlineno=next(_lines))
+    fresh = FunctionType(code, globals(), closure=call.__closure__)
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    made = torch.compile(fresh, backend=backend, dynamic=False, fullgraph=True)(*inputs)
+    return graphs[0], made
+
+
+_lines = itertools.count(1)

@@ -13,7 +13,7 @@ run. Forward is the model's own (a dry run), or a sketch that computes nothing (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +103,14 @@ class Engine:
         names = {id(routed.parameter): routed.name for routed in trained}
         self.optimizer = ShardedOptimizer([group_of(settings, matrices)], names)
 
+    def elements(self) -> dict[str, int]:
+        """The elements of this rank's model by optimizer, and by format of compute weights."""
+        matrices = {id(p) for g in getattr(self.optimizer, "param_groups", ()) for p in g["params"]}
+        trained = [r.parameter for r in self.routes if r.parameter.requires_grad]
+        own = [p.numel() for p in trained if id(p) in matrices]
+        rest = sum(p.numel() for p in trained) - sum(own)
+        return elements_of(self.model, {"matrix": sum(own), "elementwise": rest})
+
     def _state_bytes(self) -> int:
         """The bytes of optimizer state: those that the optimizer of the matrices has made, and two
         tensors for all that AdamW updates."""
@@ -180,3 +188,12 @@ class Engine:
                 group.main.wrote()
             for parameter in group.sharded:
                 parameter.grad = None
+
+
+def elements_of(model: nn.Module, optimized: Mapping[str, int]) -> dict[str, int]:
+    """Elements by kind of optimizer, as given, and by format of the compute weights of a model."""
+    found = Counter({f"elements of the {kind} optimizer": n for kind, n in optimized.items() if n})
+    for unit in units_of(model):
+        for group in unit.groups:
+            found[f"elements in {group.format or group.codec.dtype}"] += group.layout.payload
+    return dict(found)

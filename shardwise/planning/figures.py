@@ -47,6 +47,7 @@ class Plan(Measured):
     model: str
     options: Options
     units: tuple[PlannedUnit, ...]
+    elements: dict[str, int] = field(repr=False, default_factory=dict)  # by optimizer and format
     matrices: MatrixWork | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)  # of routers and rows
     # By name: the elements that each replica updates, for matrices that replicas divide.

@@ -28,6 +28,7 @@ from shardwise.core.tensor import ShardedTensor
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
 from shardwise.planning.activations import Follower
+from shardwise.planning.compiled import Kept
 from shardwise.planning.engine import Engine
 from shardwise.planning.figures import Plan
 from shardwise.planning.forward import own_forward, sketch, traffic_of
@@ -59,6 +60,7 @@ def plan(
     tokens: int | None = None,
     batch: tuple[int, int] | None = None,
     inputs: Sequence[Any] | None = None,
+    compiled: Mapping[nn.Module, Kept] | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on one rank of a mesh.
 
@@ -90,6 +92,8 @@ def plan(
         inputs: the arguments of forward for a model of another kind, instead of ``batch``. Backward
             starts from the sum of the outputs. Without both, a sketch of forward calls the units in
             the order of their registration.
+        compiled: modules of the model that run through ``torch.compile``, and what each keeps
+            (``planning.compiled.kept_by``), with a batch.
     """
     mesh, problems = Mesh.of(mesh_shape), option_problems("none", "caching", None, grain)
     if batch is not None:
@@ -121,7 +125,9 @@ def plan(
     )
     modules = modules_to_wrap(model, wrap)
     with _no_garbage(), separate_ledger() as ledger:
-        copied = wrapped_copy(model, modules, options, rank or 0, [*ignored_params], grain)
+        copied = wrapped_copy(
+            model, modules, options, rank or 0, [*ignored_params], grain, compiled or {}
+        )
         engine = Engine(options, ledger, copied)
         if rank is None and engine.matrix_groups:
             engine.pose_as(heaviest(engine.matrix_groups, mesh.num_ranks))
@@ -136,6 +142,7 @@ def plan(
             model=name or type(model).__name__,
             options=options,
             units=_units(engine),
+            elements=engine.elements(),
             matrices=work_of(matrices, mesh.num_ranks) if matrices else None,
             divisions={
                 routed.name: division

@@ -15,6 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardwise.core.comm import Axis
 from shardwise.core.mesh import Ranks
 from shardwise.core.tensor import ShardedTensor
 from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.planning.compiled import Kept, stand_in
 from shardwise.planning.planned import Options
 from shardwise.planning.pretended import PretendedMesh
 from shardwise.shard.data_parallel import data_parallel
@@ -97,10 +99,13 @@ def wrapped_copy(
     rank: int,
     ignored: Sequence[nn.Parameter],
     grain: GrainChoice | None,
+    compiled: Mapping[nn.Module, Kept],
 ) -> nn.Module:
     """A copy of the model for one rank of the mesh: wrapped, and without values. ``modules`` are
     given to ``fully_shard``."""
     copied, copies = _copied(model)
+    for original, kept in compiled.items():
+        vars(copies[id(original)])["forward"] = partial(stand_in, copies[id(original)], kept)
     data, experts = (ranks_at(options, rank, ep) for ep in (1, options.ep))
     for module in copied.modules():
         if isinstance(module, GroupedLinear) and module.is_spread:

@@ -15,6 +15,7 @@ device, its memory, and the settings that the plan depends on are the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 
 from shardwise.core import comm
 from shardwise.core.placements import REPLICATE, Placements
-from shardwise.models.gpt import GPT
+from shardwise.models.gpt import GPT, Block
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.hugging_face import config_from_hf
 from shardwise.moe import mixtures_of
+from shardwise.planning import compiled
 from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
 from shardwise.precision import Precision
@@ -273,4 +276,20 @@ def plan_inputs(
         "tokens": math.prod(batch),
         "batch": None if spread or config.module is not None else batch,
     }
+    compiles = world.device.type == "cuda" and config.compiles("cuda")
+    if compiles and options["batch"] is not None and precision.format is None:
+        bare.softmax = compiled.softmax  # type: ignore[assignment]
+        dense = [block for block in bare.blocks if not mixtures_of(block)]  # type: ignore[union-attr]
+        dtype = precision.compute_dtype(torch.float32)
+        options["compiled"] = dict.fromkeys(dense, _kept(config.model, dtype)) if dense else {}
     return bare, config.mesh_shape(world.size, world.num_nodes), options
+
+
+@functools.cache
+def _kept(model: GPTConfig, dtype: torch.dtype) -> compiled.Kept:
+    """What a compiled dense block of this model keeps."""
+    with torch.device("meta"):
+        dense = dataclasses.replace(model, num_experts=0, num_dense_layers=0, shared_hidden_dim=0)
+        block = Block(dense, 0)
+    shapes = (compiled.SEQUENCES, model.context, model.dim), (2, model.context, 1, model.head_width)
+    return compiled.kept_by(block, shapes, dtype)

@@ -38,19 +38,15 @@ class HubFolder(Mapping[str, Tensor]):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        names = ("config.json", _SINGLE, _INDEX)
-        described, single, index = ((self.folder / name).is_file() for name in names)
-        if not described or not (single or index):
-            raise ValueError(
-                f"{folder} holds no Hugging Face model: give a folder with config.json, and with "
-                f"{_SINGLE} or {_INDEX}"
-            )
-        self._files: dict[str, str]
-        if index:
-            self._files = json_object(self.folder / _INDEX).get("weight_map", {})
-            names_of = [*self._files.values()] if isinstance(self._files, dict) else []
-            if not names_of or not all(isinstance(name, str) for name in names_of):
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no Hugging Face model: there is no config.json")
+        if (self.folder / _INDEX).is_file():
+            files = json_object(self.folder / _INDEX).get("weight_map")
+            if not isinstance(files, dict) or not all(
+                isinstance(one, str) for one in files.values()
+            ):
                 raise ValueError(f"{folder}: {_INDEX} holds no weight_map of tensors to file names")
+            self._files: dict[str, str] = files
         else:
             with self._open(_SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), _SINGLE)

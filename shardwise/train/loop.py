@@ -17,7 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from shardwise.checkpoint.manifest import versions
 from shardwise.checkpoint.meeting import GIVEN_UP
 from shardwise.core import comm, streams
 from shardwise.core.memory import ledger
-from shardwise.debugging import debug
+from shardwise.debugging import debug, watch_if_asked
 from shardwise.models.gpt import generate
 from shardwise.optim.storage import local_of
+from shardwise.planning.engine import elements_of
 from shardwise.planning.figures import Plan
 from shardwise.planning.plan import plan
 from shardwise.report.origin import origin
@@ -257,7 +258,8 @@ class Trainer:
         on.)"""
         cuda = self.world.device.type == "cuda"
         if self.step == self._first_step:
-            with debug(self.parts.model):
+            watch_if_asked(self.parts.model)  # SHARDWISE_DEBUG=1: in every step
+            with nullcontext() if comm.observer is not None else debug(self.parts.model):
                 yield []
             return
         if self.step > self._first_step + 1:
@@ -270,12 +272,24 @@ class Trainer:
             yield calls
         if self.world.first:
             rows, wrong = self.plan.compared(calls, ledger), self.plan.check(calls, ledger)
+            elements = self._elements()
+            for what in sorted(elements.keys() | self.plan.elements.keys()):
+                rows[what] = own, seen = self.plan.elements.get(what, 0), elements.get(what, 0)
+                wrong += [f"{what}: {seen:,}, planned {own:,}"] * (own != seen)
             if cuda:
                 planned, peak = self.plan.total, peak_memory(self.world.device)
                 rows["bytes of the device at the peak"] = planned, peak
                 if abs(peak - planned) > max(0.05 * planned, 64 << 20):
                     wrong.append(f"peak: {size_text(peak)}, planned {size_text(planned)}")
             self.events("receipt", step=self.step + 1, rows=rows, differences="; ".join(wrong))
+
+    def _elements(self) -> dict[str, int]:
+        """The elements of this rank's model by optimizer and by format."""
+        optimized = {"matrix": 0, "elementwise": 0}
+        for group in self.parts.optimizer.param_groups:
+            kind = "elementwise" if group["kind"] == "elementwise" else "matrix"
+            optimized[kind] += sum(parameter.numel() for parameter in group["params"])
+        return elements_of(self.parts.model, optimized)
 
     def _forward_backward(self) -> Tensor:
         """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and

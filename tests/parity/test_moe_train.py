@@ -71,6 +71,10 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
     plans = {name: events_of(tmp_path / name, "plan")[0]["plan"] for name in runs}
     for name, (_, ep) in runs.items():
         assert (f"experts over ep={ep}," in plans[name]["text"]) == (ep > 1)
+        (receipt,) = events_of(tmp_path / name, "receipt")
+        assert (
+            receipt["differences"] == "" and "elements of the matrix optimizer" in receipt["rows"]
+        )
     assert len({made["num_parameters"] for made in plans.values()}) == 1, "of all ranks' experts"
     page = write_report(tmp_path / "hsdp").read_text()
     for words in (
