@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.core import comm, streams
 from shardwise.core.layout import Layout
 from shardwise.core.memory import separate_ledger
 from shardwise.core.placements import Placements
@@ -124,7 +125,7 @@ def plan(
         memory=memory,
     )
     modules = modules_to_wrap(model, wrap)
-    with _no_garbage(), separate_ledger() as ledger:
+    with _alone(), separate_ledger() as ledger:
         copied = wrapped_copy(
             model, modules, options, rank or 0, [*ignored_params], grain, compiled or {}
         )
@@ -161,14 +162,16 @@ def _is_tile(parameter: nn.Parameter) -> bool:
 
 
 @contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Without garbage collection, which would take most of the time: all objects of a plan live
-    until its end."""
-    enabled = gc.isenabled()
+def _alone() -> Iterator[None]:
+    """Without garbage collection, which would take most of the time (all objects of a plan live
+    until its end), and unseen by ``sw.debug``, which compares ranks: a plan is of one process."""
+    enabled, watching = gc.isenabled(), (comm.observer, streams.announce)
     gc.disable()
+    comm.observer = streams.announce = None
     try:
         yield
     finally:
+        comm.observer, streams.announce = watching
         if enabled:
             gc.enable()
 

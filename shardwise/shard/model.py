@@ -59,9 +59,10 @@ class Model(Flow):
             if inner is not None:
                 units.setdefault(inner, name)
         _check_first_forward(root, units)
-        watch_if_asked(root)
         groups = [group for inner in units for group in inner.groups]
         device = groups[0].device if groups else torch.device("cpu")
+        if device.type != "meta":  # else it is a plan's, and of this rank alone
+            watch_if_asked(root)
         model = Model(list(units), device, lanes=unit._comm_ctx.lanes, **unit.options)
         unit._comm_ctx.lanes = model.lanes
         for inner, name in units.items():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.core import layout
+from shardwise.core import comm, layout
 from shardwise.core.memory import Block as Memory
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
@@ -375,9 +375,11 @@ def test_a_sketch_of_forward_says_what_the_models_own_says(
         assert made[0].peak_total > sum(made[0].rest.values())
 
 
-def test_a_plan_leaves_the_ledger_as_it_was() -> None:
+def test_a_plan_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, joined = sw.ledger.snapshot(), torch.distributed.is_initialized()
+    monkeypatch.setenv("SHARDWISE_DEBUG", "1")  # compares ranks, and a plan is of one process
     assert plan(small(), {"dp": 8}, "zero3", inputs=TOKENS).rest["main"] > 0
+    assert comm.observer is None
     assert sw.ledger.snapshot() == before and torch.distributed.is_initialized() == joined
     with pytest.raises(ValueError, match=r"not on the meta device.*rank 9 of a mesh of 8"):
         plan(Model(), {"dp": 8}, rank=9, inputs=TOKENS)
