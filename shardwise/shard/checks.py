@@ -110,6 +110,11 @@ def _parameter_problem(f: Found, mesh: DeviceMesh) -> str | None:
             f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
             f"both modules in one call with a list, or leave both to the root"
         )
+    if is_dtensor and any(isinstance(module, GroupedLinear) for module in f.modules):
+        return (
+            f"'{f.name}' holds experts and is a DTensor over {parameter.device_mesh}: experts are "
+            f"spread over ranks (MixtureOfExperts.spread), not cut by parallelize_module"
+        )
     if is_dtensor and (problem := tile_problem(f.name, parameter, mesh)) is not None:
         return problem
     eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
