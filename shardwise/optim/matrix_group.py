@@ -85,7 +85,9 @@ class MatrixGroup:
         self.narrow = self.fused and same and self.blocks is None and self.rule.keeps("compute")
         results = torch.float16 if self.narrow else torch.float32
         shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
-        begins = self._begins(shards.rank if shards is not None else 0)
+        begins = [
+            _begin(parameter, shards.rank if shards is not None else 0) for parameter in parameters
+        ]
         # Parameters of other libraries have all of a replica's states on each replica.
         if replicas is not None and all(isinstance(one, ShardedTensor) for one in parameters):
             size = shards.size if shards is not None else 1
@@ -147,13 +149,6 @@ class MatrixGroup:
                 for matrix in known[key][1]
             ]
         return matrices
-
-    def _begins(self, rank: int) -> list[int]:
-        """By parameter: the first element that this rank stores."""
-        return [
-            next((low for holder, low, _ in pieces_of(member.parameter) if holder == rank), 0)
-            for member in self.members
-        ]
 
     @property
     def divides(self) -> bool:
@@ -408,6 +403,13 @@ class MatrixGroup:
         """The elements of a span in a flat state or gradient."""
         first = self.begins[span.parameter][1]
         return flat[span.begin - first : span.end - first]
+
+
+def _begin(parameter: Tensor, rank: int) -> int:
+    """The first element that a rank of the shard axis stores."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.piece[0]
+    return next((low for holder, low, _ in pieces_of(parameter) if holder == rank), 0)
 
 
 def matrix_groups(members: Sequence[MatrixParameter]) -> list[MatrixGroup]:
