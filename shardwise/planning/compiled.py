@@ -30,6 +30,7 @@ class Kept:
 
     nbytes: int  # from forward to backward
     passing: int  # results that backward computes and drops
+    holds_input: bool  # whether backward reads the hidden states that the block was given
     place: int | None  # of the hidden states in what the block returns; None: it returns them alone
 
 
@@ -55,7 +56,11 @@ def kept_by(block: nn.Module, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     ]
     sizes = {storage._cdata: storage.nbytes() // SEQUENCES for storage in kept}
     place = [isinstance(one, Tensor) for one in made].index(True) if type(made) is tuple else None
-    return Kept(sum(sizes.values()), 2 * max(sizes.values(), default=0), place)
+    holds_input = any(
+        getattr(node, "name", None) in given and node.meta["val"].shape == inputs[0].shape
+        for node in returned[1:]
+    )
+    return Kept(sum(sizes.values()), 2 * max(sizes.values(), default=0), holds_input, place)
 
 
 def stand_in(module: nn.Module, kept: Kept, hidden: Tensor, *rest: Any) -> Any:
@@ -70,7 +75,7 @@ class _Compiled(torch.autograd.Function):
         count = hidden.shape[0]
         ctx.passing = kept.passing * count
         ctx.alike = [(p.shape, p.dtype, p.requires_grad) for p in (hidden, *parameters)]
-        ctx.save_for_backward(_bytes(kept.nbytes * count))
+        ctx.save_for_backward(_bytes(kept.nbytes * count), hidden if kept.holds_input else None)
         return torch.empty_like(hidden)
 
     @staticmethod

@@ -276,7 +276,7 @@ class Trainer:
             for what in sorted(elements.keys() | self.plan.elements.keys()):
                 rows[what] = own, seen = self.plan.elements.get(what, 0), elements.get(what, 0)
                 wrong += [f"{what}: {seen:,}, planned {own:,}"] * (own != seen)
-            if cuda:
+            if cuda and self.plan.followed is not None:  # else activations were not planned
                 planned, peak = self.plan.total, peak_memory(self.world.device)
                 rows["bytes of the device at the peak"] = planned, peak
                 if abs(peak - planned) > max(0.05 * planned, 64 << 20):

@@ -41,6 +41,7 @@ def test_a_block_keeps_what_its_graph_keeps(recompute: Any) -> None:
         out = block(hidden, table)
     own = sum(nbytes for storage, nbytes in saved.items() if storage not in known)
     assert kept.nbytes * SEQUENCES == own > 0 and out[1] is None and kept.place == 0
+    assert kept.holds_input == (hidden.untyped_storage()._cdata in saved)
 
 
 def test_a_plan_of_compiled_blocks_holds_less() -> None:
