@@ -4,8 +4,8 @@
     python -m tests.fuzz --seeds 0:100000 --seconds 480 --jobs 7 --out found
     python -m tests.fuzz --show found/differs-123.json      runs one program and tells all
 
-Every program ends in one outcome (see ``outcome.py``): the table at the end counts them. What is
-neither right nor refused by name on every rank is shrunk and written as JSON.
+Every program ends in one outcome (see ``outcome.py``): the table at the end counts them. What the
+ranks do and plain torch does not is shrunk and written as JSON.
 """
 
 from __future__ import annotations

@@ -114,7 +114,6 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
     units.sort(key=lambda unit: -unit[0].count("."))
     if "lists" in odd and len(units) > 1:
         units[:2] = [units[0] + units[1]]
-    units.append([""])
     wrap: dict[str, Any] = {
         "data_parallel": "data_parallel" in odd,
         "overlap": rng.random() < 0.5,
@@ -133,7 +132,7 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
     if "fp8" in odd:
         wrap["precision"] = {"weights": "mxfp8", "reduce": "fp32"}
     if wrap["data_parallel"]:
-        wrap |= {"units": [[""]], "strategy": rng.choice(("zero0", "zero1", "zero2"))}
+        wrap |= {"units": [], "strategy": rng.choice(("zero0", "zero1", "zero2"))}
     return wrap
 
 
@@ -182,7 +181,7 @@ def _step(rng: random.Random, odd: set[str], program: Program) -> list[dict[str,
 
 
 def _unit(rng: random.Random, program: Program) -> dict[str, Any]:
-    path = rng.choice([path for unit in program["wrap"]["units"] for path in unit])
+    path = rng.choice(["", *(path for unit in program["wrap"]["units"] for path in unit)])
     return {"op": "unit", "path": path, "call": rng.choice(CALLS)}
 
 

@@ -13,7 +13,7 @@ from tests.fuzz.run import Log, Piece, Replica, Run
 from tests.parity.programs import CONTEXTS
 from tests.ranks import RanksFailed, run_ranks
 
-FINE = ("ok", "refused")
+FINE = ("ok", "void")
 
 
 def on_rank(rank: int, ranks: int, program: Program, scratch: str) -> Log:
@@ -34,35 +34,25 @@ def reference(program: Program) -> list[Log]:
 def outcome(program: Program, timeout: float = 60.0) -> tuple[str, str, str]:
     """(kind, words that are alike for programs with the same outcome, all that is known).
 
-    ok, refused (plain torch raises an error, or every rank the same one by name: the library's), or
-    a finding: differs, raises, hangs (no rank raised).
+    ok, void (plain torch raises an error: no program), or a finding: differs, raises (no program
+    that is drawn is refused), hangs (no rank raised).
     """
     try:
         right = reference(program)
     except Exception as error:
-        return "refused", f"plain torch: {alike(str(error))}", traceback.format_exc()
+        return "void", alike(str(error)), traceback.format_exc()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         try:
             logs = run_ranks(on_rank, program["ranks"], program, scratch, timeout=timeout)
         except RanksFailed as failed:
-            return *failure(list(failed.reports.values())), str(failed)
+            ended = [one for one in failed.reports.values() if one.startswith(("raised", "died"))]
+            # The first line after the frames of each last traceback.
+            said = {alike(re.split(r"\n(?=\w)", one.strip())[-1]) for one in ended}
+            return "raises" if said else "hangs", " | ".join(sorted(said)), str(failed)
     found = compare(program, logs, right)
     if found is None:
         return "ok", "", ""
     return "differs", re.sub(r"op \d+ | on rank \d+|, off by \S+|\S+\.\S+", "", found), found
-
-
-def failure(reports: list[str]) -> tuple[str, str]:
-    """The kind and the words of ranks that failed."""
-    raised = [report for report in reports if report.startswith(("raised", "died"))]
-    # The first line after the frames of each last traceback.
-    said = {alike(re.split(r"\n(?=\w)", report.strip())[-1]) for report in raised}
-    frames = [re.findall(r'^  File "(.*?)"', report, re.MULTILINE) for report in raised]
-    named = all(one and "/shardwise/" in one[-1] for one in frames)
-    named &= all(words.startswith(("ValueError", "RuntimeError")) for words in said)
-    if named and len(raised) == len(reports) and len(said) == 1:
-        return "refused", said.pop()
-    return ("raises" if raised else "hangs"), " | ".join(sorted(said))
 
 
 def alike(text: str) -> str:
@@ -87,15 +77,14 @@ def exact(program: Program) -> bool:
 
 
 def tolerance(program: Program) -> float:
-    precision = program["wrap"]["precision"]
     if exact(program):
         return 0.0
-    if precision:  # roundings of fp8 turn out otherwise
-        return 0.05 if precision["weights"] == "bf16" else 0.3
+    if program["wrap"]["precision"]:  # what nearly cancels is all rounding
+        return 0.3
     if program["optimizer"] == "muon":
         # Newton-Schulz makes much of what is nearly nothing: rows of a router's gradient sum to 0,
         # and a clip by a float32 norm moves that sum by 1e-7 of the rest.
-        return 1e-4 if "clip" in program["odd"] else 1e-5
+        return 1e-4
     if program["dtype"] == "float32":
         return 1e-4
     # The norm of sw.optimizer, and so its clip, is float32.

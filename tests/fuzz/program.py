@@ -2,7 +2,7 @@
 """A random training program as data (JSON): a tree of small modules, how it is wrapped, and ops.
 
     {"ranks": 2, "dtype": "float64", "tree": {"kind": "seq", "parts": [...], "calls": [[0, 1]]},
-     "wrap": {"strategy": "zero3", "units": [["parts.0"], [""]], ...},
+     "wrap": {"strategy": "zero3", "units": [["parts.0"]], ...},
      "optimizer": "adamw", "ops": [{"op": "forward", "slot": 0}, {"op": "backward", ...}, ...]}
 
 Every module takes (x [rows, width], tokens [rows]) and returns x, or a container with it: any tree

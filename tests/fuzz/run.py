@@ -110,7 +110,7 @@ def wrap(model: nn.Module, program: Program, strategy: str) -> None:
         return
     if how["offload"]:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for number, paths in enumerate(how["units"]):
+    for number, paths in enumerate([*how["units"], [""]]):  # the root last
         modules = [model.get_submodule(path) for path in paths]
         reshard = how["reshard"][number % len(how["reshard"])] if how["reshard"] else None
         if type(reshard) is int and strategy != "zero3":
