@@ -75,9 +75,6 @@ class Replica:
         self.parameters = dict(self.model.named_parameters())
         sw.load(path, self.model, self.optimizer)
 
-    def units(self) -> list[Any]:
-        return [m for m in self.model.modules() if isinstance(m, sw.ShardedModule)]
-
     def drop_gradients(self, none: bool = True) -> None:
         self.waiting = {}
         if self.wrapped:
@@ -89,10 +86,8 @@ class Replica:
 @cache
 def mesh_of(axes: int, ranks: int) -> DeviceMesh:
     outer = 2 if ranks % 2 == 0 else 1
-    shape, names = (
-        ((ranks,), ("dp",)) if axes == 1 else ((outer, ranks // outer), ("dp_outer", "dp"))
-    )
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shape = (ranks,) if axes == 1 else (outer, ranks // outer)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp")[-axes:])
 
 
 def wrap(model: nn.Module, program: Program, strategy: str) -> None:
@@ -236,8 +231,8 @@ class Run:
         waits = op["name"] == "set_requires_gradient_sync"
         waits |= self.strategy not in ("zero2", "zero3")
         self.sync = op["on"] or not waits
-        for unit in self.replicas[0].units():
-            getattr(unit, op["name"])(op["on"])
+        if self.sharded:
+            getattr(self.replicas[0].model, op["name"])(op["on"])
 
     def do_scale(self, op: dict[str, Any]) -> None:
         for replica in self.replicas:

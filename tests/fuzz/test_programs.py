@@ -50,8 +50,18 @@ def test_smaller_programs_are_programs() -> None:
     assert len(str(smaller["tree"])) < len(str(program["tree"]))
 
 
-@pytest.mark.parametrize("mistake", ["scaled twice", "left behind"])
-def test_a_planted_mistake_is_seen(mistake: str) -> None:
-    """In one of a few programs: not each has gradients that the mistake reaches."""
-    found = (outcome(make(seed, 2) | {"planted": mistake}) for seed in range(20))
-    assert any(kind == "differs" for kind, *_ in found)
+@pytest.mark.parametrize(
+    ("mistake", "feature"),
+    [
+        ("scaled twice", ""),
+        ("left behind", ""),
+        ("stale codes", "fp8"),
+        ("written by two", "memory"),
+    ],
+)
+def test_a_planted_mistake_is_seen(mistake: str, feature: str) -> None:
+    """In one of a few programs: not each has gradients or weights that the mistake reaches."""
+    programs = [
+        one for one in (make(seed, 2) for seed in range(200)) if feature in (*one["odd"], "")
+    ]
+    assert any(outcome(one | {"planted": mistake})[0] == "differs" for one in programs[:15])
