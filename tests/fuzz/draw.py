@@ -8,46 +8,31 @@ from typing import Any
 
 from tests.fuzz.program import Program, walk
 
-LEAVES = ("linear", "linear", "mlp", "mlp", "norm", "embed", "scale", "lora", "lora", "buffer")
-LEAVES += ("empty",)
-CHECKPOINTS = ("reentrant", "plain")
-GATHERS = (("unshard", True), ("unshard", False), ("reshard",))
+LEAVES = ("linear", "mlp", "lora") * 2 + ("norm", "embed", "scale", "buffer", "empty")
+ROUNDTRIPS = ("state_dict", "full", "optimizer", "checkpoint", "checkpoint")
+# Methods of wrapped modules that change no values.
+CALLS = (
+    ("unshard", False), ("reshard",),
+    ("set_reshard_after_forward", True), ("set_reshard_after_forward", False),
+    ("set_reshard_after_backward", True), ("set_reshard_after_backward", False),
+)  # fmt: skip
 # How often a program has each feature, in percent. Pairs and triples of them find most.
 FEATURES = {
     # the modules
-    "tied": 12, "frozen": 25, "returns": 12, "calls": 20, "by_rank": 6, "peek": 5, "moe": 20,
-    "by_attribute": 12, "hooks": 15, "hooked": 10,
-    # activation checkpoints, torch.compile
-    "checkpoint": 25, "compile": 3,
+    "tied": 12, "frozen": 25, "returns": 12, "calls": 20, "moe": 20, "hooks": 15, "checkpoint": 25,
     # how it is wrapped
-    "one_unit": 8, "order": 8, "lists": 10, "partial": 4, "zeros": 8, "memory": 12, "offload": 10,
-    "reshard": 40, "data_parallel": 15, "tp": 40, "spread": 50,
+    "one_unit": 8, "order": 8, "lists": 10, "memory": 12, "offload": 10, "reshard": 40,
+    "data_parallel": 15,
     # dtypes and optimizers
     "bf16": 14, "fp8": 12, "muon": 18,
-    # backwards
-    "micro": 30, "nosync": 25, "late": 15, "second": 20, "grad": 15, "double": 12, "penalty": 14,
-    "bomb": 8,
-    # gradients
-    "clip": 15, "scale": 10, "none": 15, "keep": 15, "accumulate_hook": 12, "forgotten": 8,
+    # backwards and gradients
+    "micro": 30, "nosync": 25, "late": 15, "second": 20, "grad": 15, "clip": 15, "scale": 10,
+    "none": 15, "forgotten": 8,
     # between steps
-    "eval": 30, "freeze": 25, "edit": 15, "roundtrip": 25, "unshard": 12, "alone": 10,
-    "settings": 12, "average": 15, "snapshot": 25,
+    "eval": 30, "freeze": 25, "edit": 15, "roundtrip": 35, "units": 20,
 }  # fmt: skip
-# What does not go with a feature: dtypes that do not meet, ranks that would wait for each other,
-# and what is refused by name, so that nothing after it would be compared.
-WITHOUT = {
-    "by_rank": "bomb spread compile second double keep partial",
-    "zeros": "keep",
-    "fp8": "partial moe spread peek double bf16 compile tp penalty",
-    "bf16": "partial moe spread tp",
-    "tp": "peek compile reshard double spread lists penalty average by_attribute",
-    "compile": "peek hooks hooked by_attribute double",
-    "partial": "clip bomb",
-    "double": "checkpoint moe spread bomb offload",
-    "penalty": "unshard accumulate_hook spread",
-    "spread": "lists partial offload",
-    "lists": "peek",
-}
+# What does not go with a feature: dtypes that do not meet.
+WITHOUT = {"fp8": ("moe", "bf16"), "bf16": ("moe",)}
 
 
 def make(seed: int, ranks: int) -> Program:
@@ -55,57 +40,32 @@ def make(seed: int, ranks: int) -> Program:
     rng = random.Random(seed)
     much = rng.choice((0.4, 1.0, 1.0, 1.5))
     odd = {name for name, percent in FEATURES.items() if rng.random() < much * percent / 100}
-    if ranks != 4:
-        odd.discard("tp")
-    if "moe" not in odd or ranks == 3:
-        odd.discard("spread")
     for name, others in WITHOUT.items():
-        if name in odd:
-            odd -= set(others.split())
+        odd -= set(others) if name in odd else set()
     tree = _tree(rng, odd, depth=rng.choice((1, 2, 2, 3)))
     if not any(spec["kind"] in ("linear", "mlp") for _, spec in walk(tree)):
         tree["parts"].append({"kind": "mlp"})
         tree["calls"][0].append(len(tree["parts"]) - 1)
+    # float64 where a rounding could choose other experts, or grow in Newton-Schulz.
+    wide = odd & {"moe", "muon"} or rng.random() < 0.7
     program: Program = {
-        "seed": seed,
-        "ranks": ranks,
-        "width": rng.choice((5, 6, 7, 8)),
-        "dtype": _dtype(rng, odd),
-        "odd": sorted(odd),
-        "input_grad": bool(odd & {"grad", "double", "checkpoint"}) or rng.random() < 0.3,
-        "tree": tree,
+        "ops": [],
         "wrap": _wrap(rng, odd, tree, ranks),
+        "tree": tree,
         "optimizer": rng.choice(("sgd", "adamw", "momentum", "sw_adamw")),
-        "tp": "tp" in odd,
-        "spread": rng.choice((2, ranks)) if "spread" in odd else 0,
+        "ranks": ranks,
+        "seed": seed,
+        "width": 32 if "fp8" in odd else rng.choice((5, 6, 7, 8)),
+        "dtype": "float64" if wide and not odd & {"bf16", "fp8"} else "float32",
+        "odd": sorted(odd),
+        "input_grad": bool(odd & {"grad", "checkpoint"}) or rng.random() < 0.3,
     }
     if "muon" in odd:
         program["optimizer"] = "muon"
-    if "fp8" in odd:
-        program["width"] = 128 if program["wrap"]["precision"]["weights"] == "fp8_block" else 32
-    if program["spread"] or program["tp"]:
-        if not program["wrap"]["strategy"].startswith("zero"):
-            program["wrap"]["strategy"] = "zero3"
-        program["wrap"]["reshard"] = [None]
-    if program["wrap"]["unused"] == "zeros":
-        program["optimizer"] = "sgd"  # for which zeros and None are the same
-    mlps = [path for path, spec in walk(tree) if spec["kind"] in ("mlp", "linear", "seq")]
-    paths = rng.sample(mlps, 1) if "compile" in odd else []  # seconds
-    if any(spec["kind"] == "buffer" for _, spec in walk(tree)):
-        paths = []  # torch's compiler the buffer itself for backward
-    program["compile"] = {"paths": paths, "first": rng.random() < 0.5}
-    program["ops"] = []
     for number in range(rng.choice((2, 3, 3, 4))):
-        _between(rng, odd, program, number)
-        _step(rng, odd, program)
+        program["ops"] += _between(rng, odd, program, number)
+        program["ops"] += _step(rng, odd, program)
     return program
-
-
-def _dtype(rng: random.Random, odd: set[str]) -> str:
-    """float64 where a rounding could choose other experts, or grow in Newton-Schulz."""
-    if odd & {"bf16", "fp8"}:
-        return "float32"
-    return "float64" if odd & {"moe", "muon"} or rng.random() < 0.7 else "float32"
 
 
 def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
@@ -116,22 +76,19 @@ def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
         else:
             part = {"kind": rng.choice(LEAVES), "bias": rng.random() < 0.7}
             part |= {"base_first": rng.random() < 0.5} if part["kind"] == "lora" else {}
-        for kind in ("bomb", "peek", "moe"):
-            if kind in odd and rng.random() < 0.3:
-                part = {"kind": kind, "parts": [part] if kind == "peek" else []}
-                part |= {"calls_too": rng.random() < 0.7} if kind == "peek" else {}
-        for name in ("tied", "by_attribute", "hooked"):
-            if name in odd and rng.random() < 0.5:
-                part[name] = True
+            part |= {"kind": "moe"} if "moe" in odd and rng.random() < 0.3 else {}
+        if "tied" in odd and rng.random() < 0.5:
+            part["tied"] = True
         if "frozen" in odd and rng.random() < 0.4:
             part["frozen"] = rng.choice(("all", "weights", "rest", "half"))
         if "checkpoint" in odd and rng.random() < 0.4:
-            part["checkpoint"] = "plain" if "accumulate_hook" in odd else rng.choice(CHECKPOINTS)
+            # A reentrant one runs a backward of its own: each weight is used inside one only.
+            once = not odd & {"calls", "tied", "grad"}
+            part["checkpoint"] = rng.choice(("reentrant", "plain")) if once else "plain"
         if "returns" in odd and rng.random() < 0.4:
-            part["returns"] = rng.choice(("tuple", "dict", "named"))
+            part["returns"] = rng.choice(("tuple", "dict"))
         elif "hooks" in odd and rng.random() < 0.4:
             part["hook"] = rng.choice(("forward", "pre", "backward"))
-            part.pop("by_attribute", None)
         parts.append(part)
     order = list(range(len(parts)))
     calls = [order]
@@ -140,7 +97,7 @@ def _tree(rng: random.Random, odd: set[str], depth: int) -> dict[str, Any]:
     made = {"kind": "seq", "parts": parts, "calls": calls, "residual": rng.random() < 0.2}
     if rng.random() < 0.3:
         made["own"] = rng.choice(("used", "used", "unused"))
-    return made | ({"by_rank": True} if "by_rank" in odd and rng.random() < 0.5 else {})
+    return made
 
 
 def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -151,56 +108,42 @@ def _wrap(rng: random.Random, odd: set[str], tree: dict[str, Any], ranks: int) -
     inside = {
         path: sum(one == path or one.startswith(path + ".") for one in tied) for path in chosen
     }
-    chosen = [path for path in chosen if inside[path] in (0, len(tied))]
-    units = [[path] for path in sorted(chosen, key=lambda path: -path.count("."))]
+    units = [[path] for path in chosen if inside[path] in (0, len(tied))]
     if "order" in odd:  # of siblings: what is wrapped first is inside
         rng.shuffle(units)
-        units.sort(key=lambda unit: -unit[0].count("."))
+    units.sort(key=lambda unit: -unit[0].count("."))
     if "lists" in odd and len(units) > 1:
         units[:2] = [units[0] + units[1]]
-    if "partial" not in odd:
-        units.append([""])  # else the root is not wrapped
-    if "by_rank" in odd:  # ranks may differ inside a unit, and not in which units they run
-        units = [[""]]
-    strategies = ["zero3"] * 4 + ["zero0", "zero1", "zero2", "hsdp", "hfsdp"]
     wrap: dict[str, Any] = {
-        "how": "data_parallel" if "data_parallel" in odd else "fully_shard",
-        "strategy": rng.choice(strategies),
+        "data_parallel": "data_parallel" in odd,
+        "overlap": rng.random() < 0.5,
+        "strategy": rng.choice(["zero3"] * 4 + ["zero0", "zero1", "zero2", "hsdp", "hfsdp"]),
         "units": units,
-        "unused": "zeros" if odd & {"zeros", "by_rank"} else "none",
         "memory": "trace" if "memory" in odd else "caching",
         "offload": "offload" in odd,
-        "reshard": [None],
+        "reshard": [],
         "precision": None,
     }
-    if "double" in odd:  # else it is refused
-        wrap["strategy"] = rng.choice(("zero0", "zero1", "zero2"))
     if "reshard" in odd and wrap["strategy"] == "zero3":
         parts = (2,) if ranks == 4 else ()
         wrap["reshard"] = [rng.choice((None, True, False, ranks, *parts)) for _ in range(3)]
     if "bf16" in odd:
         wrap["precision"] = {"weights": "bf16", "reduce": rng.choice(("fp32", "fp32", "bf16"))}
     if "fp8" in odd:
-        formats = ("mxfp8", "fp8_block")
-        wrap["precision"] = {"weights": rng.choice(formats), "reduce": "fp32"}
-    if wrap["how"] == "data_parallel":
-        wrap["units"] = [[""]]
-        wrap["strategy"] = rng.choice(("zero0", "zero1", "zero2"))
-        wrap["overlap"] = rng.random() < 0.5
+        wrap["precision"] = {"weights": "mxfp8", "reduce": "fp32"}
+    if wrap["data_parallel"]:
+        wrap |= {"units": [], "strategy": rng.choice(("zero0", "zero1", "zero2"))}
     return wrap
 
 
-def _step(rng: random.Random, odd: set[str], program: Program) -> None:
+def _step(rng: random.Random, odd: set[str], program: Program) -> list[dict[str, Any]]:
     """One step of training: forwards, backwards, an update."""
-    ops = program["ops"]
+    ops: list[dict[str, Any]] = []
     count = rng.choice((2, 3)) if odd & {"micro", "nosync"} else 1
     switches = ("requires_gradient_sync", "is_last_backward", "requires_all_reduce")
     switch = f"set_{rng.choice(switches)}" if "nosync" in odd else None
     late = "late" in odd and rng.random() < 0.5  # all forwards, then all backwards
-    forwards = [
-        {"op": "forward", "slot": slot, "penalty": "penalty" in odd and rng.random() < 0.5}
-        for slot in range(count)
-    ]
+    forwards = [{"op": "forward", "slot": slot} for slot in range(count)]
     ops += forwards if late else []
     order = list(range(count))
     if late and rng.random() < 0.5:
@@ -212,17 +155,10 @@ def _step(rng: random.Random, odd: set[str], program: Program) -> None:
             ops.append(forwards[slot])
         if "eval" in odd and rng.random() < 0.3:
             ops.append({"op": "eval", "mode": rng.choice(("no_grad", "inference", "dropped"))})
-        if "freeze" in odd and "checkpoint" not in odd and rng.random() < 0.2:
-            ops.append(_freeze(rng, program, rng.random() < 0.2))
         if "grad" in odd and rng.random() < 0.4:
             ops.append({"op": "grad", "slot": slot})
-        if "bomb" in odd and rng.random() < 0.3:
-            where = rng.choice(("forward", "backward"))
-            after = ("reset", "zero_grad", "nothing") if where == "forward" else ("reset",)
-            ops.append({"op": "raise", "where": where, "after": rng.choice(after)})
         again = "second" in odd and rng.random() < 0.6
-        double = "double" in odd and rng.random() < 0.7
-        ops.append({"op": "backward", "slot": slot, "keep": again, "double": double})
+        ops.append({"op": "backward", "slot": slot, "keep": again})
         if again:
             if rng.random() < 0.3:
                 ops.append({"op": "forward", "slot": 9})
@@ -236,55 +172,33 @@ def _step(rng: random.Random, odd: set[str], program: Program) -> None:
     if "clip" in odd and rng.random() < 0.8:
         ops.append({"op": "clip"})
     ops.append({"op": "look"})
-    if "keep" in odd and rng.random() < 0.5:
-        ops.append({"op": "keep", "what": rng.choice(("gradients", "gradients", "values"))})
-    if "unshard" in odd and rng.random() < 0.3:
-        ops.append(_unit(program, rng, "unshard", False))
+    if "units" in odd and rng.random() < 0.3:
+        ops.append(_unit(rng, program))
     ops.append({"op": "step"})
     if "forgotten" not in odd or rng.random() < 0.7:  # else the next gradients are added
         ops.append({"op": "zero_grad", "none": "none" not in odd or rng.random() < 0.5})
-    if rng.random() < 0.3:
-        ops.append({"op": "look"})
+    return [*ops, {"op": "look"}] if rng.random() < 0.3 else ops
 
 
-def _unit(program: Program, rng: random.Random, name: str, *values: Any) -> dict[str, Any]:
-    paths = [path for unit in program["wrap"]["units"] for path in unit]
-    return {"op": "unit", "name": name, "path": rng.choice(paths or [""]), "values": list(values)}
+def _unit(rng: random.Random, program: Program) -> dict[str, Any]:
+    path = rng.choice(["", *(path for unit in program["wrap"]["units"] for path in unit)])
+    return {"op": "unit", "path": path, "call": rng.choice(CALLS)}
 
 
-def _freeze(rng: random.Random, program: Program, on: bool) -> dict[str, Any]:
-    paths = [path for path, _ in walk(program["tree"])]
-    return {"op": "freeze", "path": rng.choice(paths), "on": on, "half": rng.random() < 0.3}
-
-
-def _between(rng: random.Random, odd: set[str], program: Program, number: int) -> None:
+def _between(
+    rng: random.Random, odd: set[str], program: Program, number: int
+) -> list[dict[str, Any]]:
     """Ops between two steps."""
-    ops = program["ops"]
-    units = [path for unit in program["wrap"]["units"] for path in unit] or [""]
-    strategies = ("zero0", "zero1", "zero2", "zero3")[: 3 if "double" in odd else 4]
+    stage = rng.randrange(3 if program["wrap"]["data_parallel"] else 4)
+    modes = ("no_grad", "inference", "eval", "dropped")
+    path = rng.choice([path for path, _ in walk(program["tree"])])
+    on, half = bool(number) and rng.random() < 0.5, rng.random() < 0.3
+    edit, way = rng.choice(("mul", "data", "local")), rng.choice(ROUNDTRIPS)
     drawn: dict[str, dict[str, Any]] = {
-        "eval": {"op": "eval", "mode": rng.choice(("no_grad", "inference", "eval", "dropped"))},
-        "freeze": _freeze(rng, program, bool(number) and rng.random() < 0.5),
-        "accumulate_hook": {"op": "hook", "number": rng.randrange(9)},
-        "edit": {
-            "op": "edit",
-            "number": rng.randrange(9),
-            "how": rng.choice(("mul", "data", "local")),
-        },
-        "average": {"op": "average", "back": number > 1 and rng.random() < 0.5},
-        "snapshot": {"op": "snapshot", "load": number > 0 and rng.random() < 0.6},
-        "roundtrip": {
-            "op": "roundtrip",
-            "how": rng.choice(("state_dict", "full", "optimizer", "checkpoint", "checkpoint")),
-            "strategy": rng.choice(strategies),
-        },
-        "unshard": _unit(program, rng, *rng.choice(GATHERS)),
-        "alone": {"op": "alone", "path": rng.choice(units), "backward": rng.random() < 0.6},
-        "settings": _unit(
-            program,
-            rng,
-            f"set_reshard_after_{rng.choice(('forward', 'backward'))}",
-            rng.random() < 0.5,
-        ),
-    }  # fmt: skip
-    ops += [op for name, op in drawn.items() if name in odd and rng.random() < 0.6]
+        "eval": {"op": "eval", "mode": rng.choice(modes)},
+        "freeze": {"op": "freeze", "path": path, "on": on, "half": half},
+        "edit": {"op": "edit", "number": rng.randrange(9), "how": edit},
+        "roundtrip": {"op": "roundtrip", "how": way, "strategy": f"zero{stage}"},
+        "units": _unit(rng, program),
+    }
+    return [op for name, op in drawn.items() if name in odd and rng.random() < 0.6]
