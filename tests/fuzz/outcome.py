@@ -82,9 +82,9 @@ def tolerance(program: Program) -> float:
     if program["wrap"]["precision"]:  # what nearly cancels is all rounding
         return 0.3
     if program["optimizer"] == "muon":
-        # Newton-Schulz makes much of what is nearly nothing: rows of a router's gradient sum to 0,
-        # and a clip by a float32 norm moves that sum by 1e-7 of the rest.
-        return 1e-4
+        # Updates of float64 weights are as near as float32 (1e-7 after one step), and Newton-Schulz
+        # makes much of what is nearly nothing: the gradients after four steps are off by 3e-4.
+        return 1e-2
     if program["dtype"] == "float32":
         return 1e-4
     # The norm of sw.optimizer, and so its clip, is float32.
