@@ -261,6 +261,9 @@ REFUSED = (
     "set_custom_reduce_scatter",
     "set_symm_mem_for_comm",
     "set_allocate_memory_from_process_group_for_comm",
+    "set_keep_unsharded_storage",  # since torch 2.15
+    "set_manual_backward_finalization",
+    "finalize_backward",
 )
 
 
@@ -269,7 +272,7 @@ def _refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
         f"{', '.join(REFUSED)}: sw.comm issues all collectives, and memory comes and goes by "
         f"resizing storages. Choose the communicator by the mesh (DeviceMesh.from_group), give "
         f"reductions their own with set_separate_reduce_scatter_group(), and express an outer "
-        f"reduction as a mesh axis (placements=sw.hsdp())"
+        f"reduction as a mesh axis (placements=sw.hsdp()). Every backward is finalized by autograd"
     )
 
 
