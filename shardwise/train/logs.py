@@ -191,9 +191,7 @@ def _lines_of(event: Event, steps: int) -> list[str]:
             more = f"  {bits:.3f} bits/byte" if bits else ""
             return [f"{_place(step, steps)}  held out: loss {loss:.4f}{more}"]
         case {"kind": "receipt", "differences": text}:
-            return [
-                f"receipt  {text or 'sent what was planned, to the byte, and held what was planned'}"
-            ]
+            return [f"receipt  {text or 'sent what was planned, to the byte, and held it'}"]
         case {"kind": "save", "path": path, "stalled": stalled}:
             return [f"saved    {path} (training waited {stalled:.2f} s)"]
         case {"kind": "skip", "step": step, "grad_norm": norm, "gradients": names}:
