@@ -110,8 +110,8 @@ class Plan(Measured):
 
         Args:
             ledger: ``sw.ledger`` after the step, whose ``reset_peak`` was called before it. Its
-                peak, of buffers without activations, may be 5 % off: it depends on when messages
-                of the host arrive. All else is compared exactly.
+                peak, of buffers without activations, may be 5 % off, as a plan promises. All
+                else is compared exactly.
         """
         return [
             f"{what}: {found:,}, planned {own:,}"
